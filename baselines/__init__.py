@@ -1,0 +1,1 @@
+"""What the suite compares with, each a `CheckpointSystem` of under 150 lines. Imported as `capricorn.baselines`."""

@@ -1,0 +1,30 @@
+"""No checkpoint at all: the ground every slowdown is measured from."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from capricorn.errors import NoCompleteCheckpointError
+from capricorn.system import CheckpointSystem, JobContext, RestoreReport, ShardState
+from capricorn.units import Seconds
+
+
+class NoCheckpoint(CheckpointSystem):
+    """Saves nothing; after a failure training starts from its first iteration."""
+
+    name: ClassVar[str] = "none"
+
+    def attach(self, job: JobContext, state: ShardState) -> None:
+        """Nothing to make ready."""
+
+    def latest_complete(self) -> int | None:
+        return None
+
+    def drain(self, timeout_s: Seconds) -> None:
+        """Nothing to wait for."""
+
+    def restore(self) -> RestoreReport:
+        raise NoCompleteCheckpointError("system none keeps no checkpoint")
+
+    def close(self) -> None:
+        """Nothing to end."""

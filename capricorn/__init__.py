@@ -1,0 +1,39 @@
+"""Per-iteration, in-memory checkpoints for MoE training: the runtime, the planner, the trainer harness, the report.
+
+Public names are loaded on first use, so that `import capricorn` stays free of torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "CapricornError": "capricorn.errors",
+    "ConfigError": "capricorn.errors",
+    "NoCompleteCheckpointError": "capricorn.errors",
+    "StoreError": "capricorn.errors",
+    "TransportError": "capricorn.errors",
+    "OpKey": "capricorn.hooks",
+    "TrainerHook": "capricorn.hooks",
+    "HookChain": "capricorn.hooks",
+    "Topology": "capricorn.topology",
+    "ModelConfig": "capricorn.config",
+    "Scenario": "capricorn.config",
+    "SystemConfig": "capricorn.config",
+    "CheckpointSystem": "capricorn.system",
+    "JobContext": "capricorn.system",
+    "RestoreReport": "capricorn.system",
+    "load_system": "capricorn.registry",
+    "FlatState": "capricorn.runtime.state",
+}
+
+__all__ = ["__version__", *_PUBLIC]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'capricorn' has no attribute {name!r}")
+    return getattr(import_module(_PUBLIC[name]), name)

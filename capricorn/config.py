@@ -1,0 +1,339 @@
+"""What a run is: frozen models of the model, the cluster, the system and the training, read from presets, TOML and
+`key=value` overrides, and checked before anything starts. Knows no torch and no process.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from capricorn.errors import ConfigError, unknown_name
+from capricorn.hooks import parse_moment
+from capricorn.presets import MODELS
+from capricorn.topology import Topology, expert_split
+from capricorn.units import MIB
+
+Device = Literal["auto", "cpu", "cuda"]
+FAULT_KINDS = ("kill", "kill-all", "node-loss")
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+class Frozen(BaseModel):
+    """A value that cannot be changed and accepts no unknown field."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelConfig(Frozen):
+    """A decoder-only MoE transformer and the batch each rank trains it on.
+
+    Family `mixtral`: RMSNorm, RoPE, grouped-query or latent attention, SwiGLU experts (3 matrices), dropless routing.
+    Family `gpt-moe`: the GPT-2 block with fairscale's capacity-bound MOELayer (2 matrices an expert, top-2).
+    """
+
+    name: str
+    family: Literal["mixtral", "gpt-moe"]
+    num_layers: int = Field(gt=0)
+    hidden: int = Field(gt=0)
+    ffn: int = Field(gt=0, description="inner width of one expert")
+    num_heads: int = Field(gt=0)
+    num_kv_heads: int = Field(gt=0)
+    head_dim: int = Field(gt=0)
+    attention: Literal["gqa", "mla"] = "gqa"
+    num_experts: int = Field(gt=0)
+    top_k: int = Field(gt=0)
+    num_shared_experts: int = Field(default=0, ge=0)
+    num_dense_layers: int = Field(default=0, ge=0, description="first layers with a dense feed-forward block")
+    dense_ffn: int = Field(default=0, ge=0)
+    moe_every: int = Field(default=1, gt=0, description="every k-th layer is MoE")
+    vocab_size: int = Field(ge=256, description="256 trains on bytes, more on a BPE of that size")
+    seq_len: int = Field(gt=0)
+    batch_size: int = Field(gt=0, description="sequences per rank and iteration")
+    tie_embeddings: bool = False
+    balance_loss: float = Field(default=0.01, ge=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _require(self.top_k <= self.num_experts, f"top_k {self.top_k} exceeds num_experts {self.num_experts}")
+        _require(
+            self.num_heads % self.num_kv_heads == 0,
+            f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}",
+        )
+        _require(self.head_dim % 2 == 0, f"head_dim {self.head_dim} must be even")
+        _require(self.num_dense_layers == 0 or self.dense_ffn > 0, "num_dense_layers needs dense_ffn > 0")
+        _require(any(map(self.is_moe, range(self.num_layers))), "the model has no MoE layer")
+        if self.family == "gpt-moe":
+            _require(
+                self.top_k == 2, f"family gpt-moe routes by fairscale's Top2Gate: top_k must be 2, not {self.top_k}"
+            )
+            _require(self.num_shared_experts == 0, "family gpt-moe has no shared experts")
+            _require(self.num_kv_heads == self.num_heads, "family gpt-moe has one key-value head per head")
+            _require(self.attention == "gqa", "family gpt-moe has plain attention")
+            _require(self.num_dense_layers == 0, "family gpt-moe places dense layers by moe_every")
+        return self
+
+    @property
+    def tokens_per_rank(self) -> int:
+        return self.seq_len * self.batch_size
+
+    def is_moe(self, layer: int) -> bool:
+        return layer >= self.num_dense_layers and (layer + 1) % self.moe_every == 0
+
+
+class TrainConfig(Frozen):
+    """How long and with what recipe the model trains; the schedule does not depend on `iterations`."""
+
+    iterations: int = Field(default=30, gt=0)
+    warmup: int = Field(default=5, ge=0, description="first iterations, recorded but left out of the summary")
+    seed: int = Field(default=0, ge=0)
+    lr: float = Field(default=1e-3, gt=0)
+    min_lr_frac: float = Field(default=0.1, ge=0, le=1)
+    lr_warmup_iterations: int = Field(default=10, ge=0)
+    schedule_iterations: int = Field(default=1000, gt=0, description="length of the cosine")
+    weight_decay: float = Field(default=0.1, ge=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    clip_norm: float = Field(default=1.0, gt=0)
+    timeline_every: int = Field(default=10, gt=0, description="iterations between two recorded op timelines")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _require(
+            self.warmup < self.iterations,
+            f"warmup {self.warmup} leaves nothing of {self.iterations} iterations to measure; use fewer",
+        )
+        return self
+
+
+class DataConfig(Frozen):
+    """Text to train on: `stdlib` (the sources of the interpreter's standard library) or a file or folder."""
+
+    path: str = "stdlib"
+
+
+class ClusterConfig(Frozen):
+    """Failure domains: `local` runs them as process groups on this machine, one torchrun agent each."""
+
+    name: str = "local"
+    nodes: int = Field(default=2, gt=0)
+    ranks_per_node: int = Field(default=1, gt=0)
+    device: Device = "auto"
+
+
+class SystemConfig(Frozen):
+    """A checkpointing system and its settings."""
+
+    name: str = "capricorn"
+    every: int = Field(default=1, ge=0, description="iterations between two checkpoints; 0 is off")
+    replicas: int = Field(default=2, gt=0, description="copies of each shard, one of them local")
+    slots: int = Field(default=2, ge=2, description="iterations kept of each shard and copy")
+    block_bytes: int = Field(default=MIB, ge=4096, multiple_of=4096, description="unit of checksum and transfer")
+    low_class: bool = Field(default=True, description="mark checkpoint traffic with DSCP CS1")
+    send_buffer_bytes: int = Field(default=512 * 1024, ge=4096, description="SO_SNDBUF of checkpoint sockets")
+    timeout_s: float = Field(default=30.0, gt=0, description="deadline of every wait on a peer")
+
+
+class StoreConfig(Frozen):
+    """Where the memory store lives."""
+
+    root: str = "/dev/shm"
+    keep: bool = Field(default=False, description="leave the store in place after the run")
+
+
+class LaunchConfig(Frozen):
+    """What is passed through to torchrun; `nnodes` > 0 means real machines, this one being `node_rank`."""
+
+    nnodes: int = Field(default=0, ge=0)
+    node_rank: int = Field(default=0, ge=0)
+    rdzv_endpoint: str = ""
+    max_restarts: int = Field(default=3, ge=0, description="restarts beyond those the injected faults need")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.nnodes:
+            _require(":" in self.rdzv_endpoint, "--nnodes needs --rdzv-endpoint HOST:PORT")
+            _require(self.node_rank < self.nnodes, f"--node-rank {self.node_rank} is not below --nnodes {self.nnodes}")
+        return self
+
+
+class FaultSpec(Frozen):
+    """One injected failure: what, to whom, in which iteration, at which moment."""
+
+    kind: Literal["kill", "kill-all", "node-loss"]
+    iteration: int = Field(gt=0)
+    rank: int | None = Field(default=None, ge=0)
+    node: int | None = Field(default=None, ge=0)
+    op: str = "before_update"
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        parse_moment(self.op)
+        return self
+
+    @classmethod
+    def parse(cls, text: str) -> FaultSpec:
+        """`KIND@rank=R,iteration=I[,op=MOMENT]`; node-loss takes `node=` instead of `rank=`, kill-all neither.
+
+        Raises:
+            ConfigError: it is spelled differently or names an unknown kind, key or moment.
+        """
+        kind, _, rest = text.partition("@")
+        if kind not in FAULT_KINDS:
+            raise unknown_name("fault", kind, FAULT_KINDS)
+        pairs = dict(part.partition("=")[::2] for part in rest.split(",") if part)
+        target = {"kill": "rank", "kill-all": None, "node-loss": "node"}[kind]
+        if target and target not in pairs:
+            raise ConfigError(f"fault {text!r} needs {target}=, as in {kind}@{target}=1,iteration=11")
+        return build(cls, {"kind": kind} | pairs, f"fault {text!r}", lax=True)
+
+    def __str__(self) -> str:
+        fields = [f"{k}={v}" for k in ("rank", "node", "iteration") if (v := getattr(self, k)) is not None]
+        return f"{self.kind}@{','.join(fields)},op={self.op}"
+
+
+class Scenario(Frozen):
+    """All that defines a run; stored resolved in its record."""
+
+    model: ModelConfig
+    train: TrainConfig = TrainConfig()
+    data: DataConfig = DataConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    system: SystemConfig = SystemConfig()
+    store: StoreConfig = StoreConfig()
+    launch: LaunchConfig = LaunchConfig()
+    faults: tuple[FaultSpec, ...] = ()
+
+    @property
+    def topology(self) -> Topology:
+        return Topology(self.cluster.nodes, self.cluster.ranks_per_node)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        topology, model = self.topology, self.model
+        _require(
+            self.system.replicas <= topology.num_nodes,
+            f"--replicas {self.system.replicas} needs as many nodes, there are {topology.num_nodes}; "
+            f"use --nodes {self.system.replicas} or --replicas {topology.num_nodes}",
+        )
+        expert_split(model.num_experts, topology.world_size)
+        if model.family == "gpt-moe":
+            _require(
+                model.num_experts % topology.world_size == 0,
+                f"{model.num_experts} experts do not divide by {topology.world_size} ranks, "
+                f"as {model.name} (fairscale MOELayer) needs; change --nodes or --ranks-per-node",
+            )
+            _require(
+                model.tokens_per_rank % model.num_experts == 0,
+                f"{model.tokens_per_rank} tokens per rank do not divide by {model.num_experts} experts, "
+                f"as {model.name} (fairscale Top2Gate) needs; change model.batch_size or model.seq_len",
+            )
+        for fault in self.faults:
+            _check_fault(fault, topology, self.train.iterations)
+        return self
+
+
+def _check_fault(fault: FaultSpec, topology: Topology, iterations: int) -> None:
+    if fault.rank is not None:
+        _require(fault.rank < topology.world_size, f"fault {fault} names rank {fault.rank} of {topology.world_size}")
+    if fault.node is not None:
+        _require(fault.node < topology.num_nodes, f"fault {fault} names node {fault.node} of {topology.num_nodes}")
+    _require(fault.iteration <= iterations, f"fault {fault} comes after the last iteration, {iterations}")
+
+
+T = TypeVar("T", bound=BaseModel)
+
+
+def build(model: type[T], values: Mapping[str, Any], where: str, *, lax: bool = False) -> T:
+    """The values as that model.
+
+    Raises:
+        ConfigError: in one line: where, which field, what is wrong with its value.
+    """
+    try:
+        return model.model_validate(dict(values), strict=False if lax else None)
+    except ConfigError:
+        raise
+    except ValidationError as error:
+        raise ConfigError(_describe(error, where)) from None
+
+
+def _describe(error: ValidationError, where: str) -> str:
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    if isinstance(cause := first.get("ctx", {}).get("error"), ConfigError):
+        return str(cause)
+    if first["type"] == "extra_forbidden":
+        return f"{where}: unknown key {key!r}"
+    return f"{where}: {key} = {first.get('input')!r}: {first['msg'].lower()}"
+
+
+def load_model(name: str) -> ModelConfig:
+    """The preset of that name, or the TOML file at that path.
+
+    Raises:
+        ConfigError: no such preset or file, or the file does not describe a model.
+    """
+    if name in MODELS:
+        return build(ModelConfig, {"name": name} | MODELS[name], f"model {name}")
+    path = Path(name)
+    if path.suffix == ".toml":
+        return build(ModelConfig, {"name": path.stem} | read_toml(path), str(path))
+    raise unknown_name("model", name, MODELS)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The table in a TOML file.
+
+    Raises:
+        ConfigError: it cannot be read or is not TOML.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from None
+
+
+def parse_ckpt(text: str) -> int:
+    """The interval that `every-iter`, `every-N` or `off` stands for; 0 is off.
+
+    Raises:
+        ConfigError: it is none of these, or N is 0.
+    """
+    if text in ("every-iter", "off"):
+        return {"every-iter": 1, "off": 0}[text]
+    match = re.fullmatch(r"every-(\d+)", text)
+    if match is None or int(match[1]) == 0:
+        raise ConfigError(f"--ckpt {text!r} is not every-iter, every-N with N >= 1, or off")
+    return int(match[1])
+
+
+def override(scenario: Scenario, assignments: Iterable[str]) -> Scenario:
+    """The scenario with `section.key=value` settings applied and all of it checked again.
+
+    Raises:
+        ConfigError: a key is unknown or a value does not fit it.
+    """
+    tree = scenario.model_dump()
+    for assignment in assignments:
+        key, equals, value = assignment.partition("=")
+        section, _, field = key.partition(".")
+        _require(bool(equals), f"--set {assignment!r} is not key=value")
+        known = [f"{s}.{f}" for s, table in tree.items() if isinstance(table, dict) for f in table]
+        if key not in known:
+            nearest = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {nearest[0]!r}?" if nearest else f"sections: {', '.join(tree)}"
+            raise ConfigError(f"--set {assignment!r}: unknown key {key!r}; {hint}")
+        tree[section][field] = value
+    return build(Scenario, tree, "--set", lax=True)

@@ -1,0 +1,39 @@
+"""The errors a user may see, each with the exit code it ends a command with. Knows nothing else of the project."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import ClassVar
+
+
+class CapricornError(Exception):
+    """Something a user can act on; its message says what, the value, and what to do."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class ConfigError(CapricornError, ValueError):
+    """The user's mistake in an option, a file or a name."""
+
+    exit_code: ClassVar[int] = 2
+
+
+class StoreError(CapricornError):
+    """A memory store that cannot be made, written or read."""
+
+
+class TransportError(CapricornError):
+    """A peer that cannot be reached, was refused, or did not answer in time."""
+
+
+class NoCompleteCheckpointError(CapricornError):
+    """No iteration survives on every owner, so nothing can be restored."""
+
+
+def unknown_name(what: str, name: str, known: Iterable[str]) -> ConfigError:
+    """The error for a name that is not among the known ones, with the nearest of them."""
+    names = sorted(known)
+    nearest = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+    return ConfigError(f"unknown {what} {name!r}; {hint}known: {', '.join(names)}")

@@ -1,0 +1,1 @@
+"""The one MoE trainer that drives every system, and what launches it."""

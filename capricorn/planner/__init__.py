@@ -1,0 +1,1 @@
+"""Pure planning: no clock, tensor, network, thread or random state."""

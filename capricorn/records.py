@@ -1,0 +1,195 @@
+"""What a run writes: frozen models of its record, as JSON and JSON lines, with a schema version. Raw samples only;
+every mean and percentile is computed by report/.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import ValidationError
+
+from capricorn.config import Frozen, Scenario
+from capricorn.errors import ConfigError
+from capricorn.units import Bytes, Seconds
+
+SCHEMA_VERSION = 1
+
+Mode = Literal["live", "emulated", "simulated"]
+RUN, ITERATIONS, OPS, LOADS, RECOVERIES, EVENTS = (
+    "run.json", "iterations.jsonl", "ops.jsonl", "loads.jsonl", "recoveries.jsonl", "events.jsonl",
+)  # fmt: skip
+
+
+class IterationSample(Frozen):
+    """One rank's view of one iteration; a redone iteration has one sample per attempt."""
+
+    iteration: int
+    rank: int
+    attempt: int
+    at_s: Seconds
+    """End of the iteration, seconds since the epoch."""
+    duration_s: Seconds
+    stall_s: Seconds
+    """Time the training thread spent inside the checkpointing system's hooks."""
+    loss: float
+    tokens: int
+    staged_bytes: Bytes = 0
+    sent_bytes: Bytes = 0
+    requested: bool = False
+    """Whether a checkpoint of this iteration was asked for."""
+    latest_complete: int = 0
+    """Newest iteration every rank could restore, as this rank knew at the end of the iteration; 0 is none."""
+    failed_saves: int = 0
+    rss_bytes: Bytes = 0
+    collision_s: Seconds = 0.0
+    overflow_s: Seconds = 0.0
+    replanned: bool = False
+    profile_s: Seconds = 0.0
+    plan_s: Seconds = 0.0
+
+
+class OpSample(Frozen):
+    """One op or one chunk of a sampled iteration; times since the iteration's begin on that rank."""
+
+    iteration: int
+    rank: int
+    layer: int
+    direction: str
+    kind: str
+    begin_s: Seconds
+    end_s: Seconds
+    bytes: Bytes = 0
+
+
+class LoadSample(Frozen):
+    """Token assignments per global expert of one layer in one iteration, summed over ranks."""
+
+    iteration: int
+    layer: int
+    tokens_per_expert: list[int]
+
+
+class EventSample(Frozen):
+    """Something that happened to a worker: `started`, `failed`, `fault` or `finished`, with the time since the epoch."""
+
+    event: Literal["started", "ready", "failed", "fault", "resumed", "finished"]
+    at_s: Seconds
+    attempt: int
+    rank: int
+    iteration: int = 0
+    detail: str = ""
+
+
+class RecoverySample(Frozen):
+    """One failure and the way back; phases in seconds, in the order they happen."""
+
+    attempt: int
+    what: str
+    detected_at_s: Seconds
+    """Seconds since the epoch."""
+    resumed_iteration: int
+    """The iteration whose state was restored; 0 is the initial state."""
+    lost_iterations: int
+    """Iterations that had finished and had to be done again."""
+    sources: list[str]
+    """Tier each rank's state came from, by rank: `local`, `peer` or `initial`."""
+    detect_s: Seconds
+    restart_s: Seconds
+    agree_s: Seconds
+    fetch_s: Seconds
+    load_s: Seconds
+    first_iteration_s: Seconds
+
+
+class Environment(Frozen):
+    """Where a run ran."""
+
+    versions: dict[str, str]
+    commit: str
+    host: str
+    cpu: str
+    num_cpus: int
+    memory_bytes: Bytes
+    device: str
+    kernel: str
+
+
+class RunRecord(Frozen):
+    """`run.json`: one finished or interrupted run. `summary` is what report/ computed from the samples beside it."""
+
+    schema_version: int = SCHEMA_VERSION
+    run_id: str
+    started_at: str
+    """UTC, ISO 8601."""
+    mode: Mode
+    system: str
+    seed: int
+    config: Scenario
+    environment: Environment
+    summary: dict[str, Any]
+    verdict: str
+    """`ok`, or what is wrong with the run, in one sentence."""
+
+
+S = TypeVar("S", bound=Frozen)
+
+
+def append(path: Path, sample: Frozen) -> None:
+    """Adds the sample as one line, in one write, so that several processes may share the file."""
+    line = (sample.model_dump_json() + "\n").encode()
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(fd, line)
+    finally:
+        os.close(fd)
+
+
+def read_samples(path: Path, kind: type[S]) -> Iterator[S]:
+    """The samples of one file, none if it is absent; a last line without its end (a kill) is left out.
+
+    Raises:
+        ConfigError: a whole line is not such a sample.
+    """
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.endswith("\n"):
+                return
+            try:
+                yield kind.model_validate_json(line)
+            except ValidationError:
+                raise ConfigError(f"{path}, line {number} is damaged: not a {kind.__name__}") from None
+
+
+def read_run(folder: Path) -> RunRecord:
+    """The record of a run folder.
+
+    Raises:
+        ConfigError: there is none, it is damaged, or it has another schema version.
+    """
+    path = folder / RUN
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError:
+        raise ConfigError(f"{folder} holds no run: there is no {RUN} in it") from None
+    except ValueError:
+        raise ConfigError(f"{path} is damaged: it is not JSON") from None
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if version != SCHEMA_VERSION:
+        raise ConfigError(f"{path} has schema version {version!r}; this version reads {SCHEMA_VERSION}")
+    try:
+        return RunRecord.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(f"{path} is damaged: {error.errors()[0]['msg'].lower()}") from None
+
+
+def write_run(folder: Path, record: RunRecord) -> None:
+    """Writes `run.json` so that a reader sees the old one or the new one, never a part."""
+    temporary = folder / (RUN + ".tmp")
+    temporary.write_text(record.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    temporary.replace(folder / RUN)

@@ -1,0 +1,1 @@
+"""The machinery systems share: state, store, transport, executor, recovery."""

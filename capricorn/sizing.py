@@ -1,0 +1,104 @@
+"""How large a run is, by formula, before anything starts: parameters, bytes per rank, host memory, tmpfs.
+
+The formulas are those `doctor` and `run --dry-run` print and the tests hold against the real thing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from capricorn.config import ModelConfig, Scenario
+from capricorn.topology import expert_split
+from capricorn.units import MIB, Bytes
+
+STATE_BYTES_PER_PARAM = 12
+"""fp32 weight, Adam's first and second moment. Source: Gemini, SOSP'23, section 2."""
+PROCESS_BYTES = 260 * MIB
+"""Resident size of one Python process with torch imported and a gloo group, CPU build."""
+
+MLA_Q_RANK, MLA_KV_RANK, MLA_ROPE_DIM = 1536, 512, 64
+"""Latent widths of multi-head latent attention. Source: DeepSeek-V3, section 4.2."""
+
+
+def expert_params(model: ModelConfig) -> int:
+    """Parameters of one routed expert."""
+    if model.family == "mixtral":
+        return 3 * model.hidden * model.ffn
+    return 2 * model.hidden * model.ffn + model.ffn + model.hidden
+
+
+def attention_params(model: ModelConfig) -> int:
+    """Parameters of the attention of one layer."""
+    h, d = model.hidden, model.head_dim
+    if model.attention == "mla":
+        q = h * MLA_Q_RANK + MLA_Q_RANK + MLA_Q_RANK * model.num_heads * (d + MLA_ROPE_DIM)
+        kv = h * (MLA_KV_RANK + MLA_ROPE_DIM) + MLA_KV_RANK + MLA_KV_RANK * model.num_heads * 2 * d
+        return q + kv + model.num_heads * d * h
+    weights = h * d * (model.num_heads + 2 * model.num_kv_heads) + model.num_heads * d * h
+    bias = d * (model.num_heads + 2 * model.num_kv_heads) + h if model.family == "gpt-moe" else 0
+    return weights + bias
+
+
+def dense_params(model: ModelConfig) -> int:
+    """Parameters every rank holds in full: embeddings, attention, norms, gates, dense and shared feed-forward."""
+    h = model.hidden
+    gpt = model.family == "gpt-moe"
+    embedding = model.vocab_size * h * (1 if model.tie_embeddings else 2) + (model.seq_len * h if gpt else 0)
+    norm = 2 * h if gpt else h
+    total = embedding + norm
+    for layer in range(model.num_layers):
+        total += attention_params(model) + 2 * norm
+        if model.is_moe(layer):
+            total += h * model.num_experts + model.num_shared_experts * expert_params(model)
+        else:
+            total += expert_params(model) if gpt else 3 * h * model.dense_ffn
+    return total
+
+
+def num_moe_layers(model: ModelConfig) -> int:
+    return sum(map(model.is_moe, range(model.num_layers)))
+
+
+def total_params(model: ModelConfig) -> int:
+    return dense_params(model) + num_moe_layers(model) * model.num_experts * expert_params(model)
+
+
+def active_params(model: ModelConfig) -> int:
+    """Parameters that one token passes through."""
+    return dense_params(model) + num_moe_layers(model) * model.top_k * expert_params(model)
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Bytes a scenario takes; per rank those of the rank with the most experts."""
+
+    shard_bytes: Bytes
+    """State one rank owns and checkpoints: 12 bytes per owned parameter."""
+    device_bytes: Bytes
+    """Weights, gradients and moments one rank keeps resident, on its device."""
+    process_bytes: Bytes
+    """Host memory of all processes on this machine, training state included when the device is the CPU."""
+    store_bytes: Bytes
+    """tmpfs of this machine: replicas x slots x the state of the owners it hosts."""
+
+    @property
+    def host_bytes(self) -> Bytes:
+        """Host memory of this machine; tmpfs is part of it."""
+        return self.process_bytes + self.store_bytes
+
+
+def needs_of(scenario: Scenario, *, cuda: bool) -> Needs:
+    """What the scenario takes on this machine (all its nodes when they are emulated, one when real)."""
+    model, topology, system = scenario.model, scenario.topology, scenario.system
+    held = len(expert_split(model.num_experts, topology.world_size)[0]) * num_moe_layers(model) * expert_params(model)
+    dense = dense_params(model)
+    dense_share = -(-dense // topology.world_size)
+    shard = STATE_BYTES_PER_PARAM * (held + dense_share)
+    device = 8 * (dense + held) + 8 * (held + dense_share)
+    nodes_here = 1 if scenario.launch.nnodes else topology.num_nodes
+    ranks_here = nodes_here * topology.ranks_per_node
+    processes = PROCESS_BYTES * (nodes_here + 1 + ranks_here) + (0 if cuda else device * ranks_here)
+    checkpoints = system.name != "none" and system.every > 0
+    state = STATE_BYTES_PER_PARAM * total_params(model) * nodes_here // topology.num_nodes
+    store = state * system.replicas * system.slots if checkpoints else 0
+    return Needs(shard, device, processes, store)

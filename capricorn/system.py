@@ -1,0 +1,174 @@
+"""The interfaces of a checkpointing system and of the machinery such systems share. Interfaces only: no torch."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from capricorn.config import SystemConfig
+from capricorn.hooks import TrainerHook
+from capricorn.topology import Topology
+from capricorn.units import Bytes, Seconds
+
+if TYPE_CHECKING:
+    from torch import device as Device
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True, slots=True)
+class JobContext:
+    """Who and where this rank is, given to a system when it is attached."""
+
+    run_id: str
+    attempt: int
+    """Counts the starts of the job, from 0; the same on all ranks."""
+    topology: Topology
+    rank: int
+    device: Device
+    control_group: ProcessGroup
+    """A gloo group of all ranks for small CPU tensors; collectives on it are issued by the training thread only."""
+    config: SystemConfig
+    store_dir: Path
+    """This node's folder of the memory store; made by the launcher."""
+    address: str
+    """Address of this node's own interface."""
+
+
+class ShardState(Protocol):
+    """The state one rank owns, as a flat range of bytes that has the same layout in every iteration."""
+
+    @property
+    def num_bytes(self) -> Bytes: ...
+
+    @property
+    def digest(self) -> int:
+        """64-bit digest of the layout; copies with another digest are refused."""
+        ...
+
+    def manifest(self) -> dict[str, Any]:
+        """The layout as JSON: keys, dtypes, shapes, offsets, aliases."""
+        ...
+
+    def capture(self) -> None:
+        """Takes the small values that do not wait for the next update (RNG, data position); after each update."""
+        ...
+
+    def publish(self) -> None:
+        """Makes what was just restored effective: sets RNG and position, gives replicated parameters to all ranks."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One owner's state of one iteration as it lies in a store."""
+
+    owner: int
+    iteration: int
+    state: str
+    """`complete`, `writing`, `empty`, or `damaged` (its header does not read)."""
+    path: Path
+    num_bytes: Bytes = 0
+    attempt: int = 0
+
+
+class MemoryStore(Protocol):
+    """One node's copies. A copy is seen by `inventory` as complete only after `commit`."""
+
+    def begin(self, owner: int, iteration: int, keep: int) -> Any:
+        """Starts writing into a slot that holds nothing newer than needed: `keep` and later iterations stay."""
+        ...
+
+    def commit(self, copy: Any) -> None: ...
+    def abort(self, copy: Any) -> None: ...
+    def inventory(self) -> list[Copy]: ...
+    def read(self, owner: int, iteration: int) -> Any: ...
+
+
+@dataclass(slots=True)
+class Counters:
+    """What a system has done so far on this rank, cumulative."""
+
+    staged_bytes: Bytes = 0
+    sent_bytes: Bytes = 0
+    failed_saves: int = 0
+    last_failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkEvent:
+    """A transfer for the timeline: `kind` is `stage` or `send`; times by `time.perf_counter`."""
+
+    kind: str
+    iteration: int
+    begin_s: Seconds
+    end_s: Seconds
+    num_bytes: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreReport:
+    """Where a restored state came from and how long each part took."""
+
+    iteration: int
+    sources: Sequence[str]
+    """By owner: `local` or `peer`."""
+    agree_s: Seconds
+    fetch_s: Seconds
+    load_s: Seconds
+    damaged: Sequence[str] = field(default=())
+    """Copies that were skipped since their checksum did not match, in words."""
+
+
+class CheckpointSystem(TrainerHook, abc.ABC):
+    """What the trainer drives: it listens to the hooks and keeps checkpoints.
+
+    Threads and files start in `attach`, never in `__init__`. A system never times itself: the trainer charges the time
+    spent inside its hooks as stall. A save that fails while an older checkpoint is intact is counted and raised by
+    `drain`, and never ends the training.
+    """
+
+    name: ClassVar[str]
+
+    @abc.abstractmethod
+    def attach(self, job: JobContext, state: ShardState) -> None:
+        """Makes ready to save and restore; collective over all ranks.
+
+        Raises:
+            StoreError: the store cannot be made.
+            TransportError: a peer cannot be reached.
+        """
+
+    @abc.abstractmethod
+    def latest_complete(self) -> int | None:
+        """Newest iteration that every rank could restore, as far as this rank knows."""
+
+    @abc.abstractmethod
+    def drain(self, timeout_s: Seconds) -> None:
+        """Waits until what was requested is complete everywhere; collective.
+
+        Raises:
+            CapricornError: a save failed, or the time is over.
+        """
+
+    @abc.abstractmethod
+    def restore(self) -> RestoreReport:
+        """Loads the newest iteration that all owners still have; collective, before training starts.
+
+        Raises:
+            NoCompleteCheckpointError: there is none.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Ends threads and connections; the store stays. May be called twice, and after a failure."""
+
+    def counters(self) -> Counters:
+        """Bytes and failures so far."""
+        return Counters()
+
+    def take_events(self) -> list[ChunkEvent]:
+        """Transfers finished since the last call, for the timeline."""
+        return []

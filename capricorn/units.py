@@ -1,0 +1,51 @@
+"""Seconds and bytes: their types, and how people write and read them. Knows nothing else of the project."""
+
+from __future__ import annotations
+
+import re
+from typing import TypeAlias
+
+Seconds: TypeAlias = float
+Bytes: TypeAlias = int
+BytesPerSecond: TypeAlias = float
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+_BYTE_UNITS = {
+    "": 1, "b": 1,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1 << 40,
+}  # fmt: skip
+_BYTES_PATTERN = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*$")
+
+
+def parse_bytes(text: str) -> Bytes:
+    """Bytes written as `4096`, `64KB`, `1.5 GiB`.
+
+    Raises:
+        ValueError: the text is not a number followed by a known unit.
+    """
+    match = _BYTES_PATTERN.match(text)
+    if match is None or match[2].lower() not in _BYTE_UNITS:
+        raise ValueError(f"not a size: {text!r}; write a number and one of B, KB, MB, GB, KiB, MiB, GiB")
+    return int(float(match[1]) * _BYTE_UNITS[match[2].lower()])
+
+
+def format_bytes(num_bytes: float) -> str:
+    """A size for people, in decimal units and three figures: `92.3 MB`."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if abs(num_bytes) < 1000:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:,.3g} TB" if num_bytes < 1000 else f"{num_bytes:,.0f} TB"
+
+
+def format_seconds(seconds: Seconds) -> str:
+    """A duration for people, in three figures: `3.14 ms`, `0.552 s`, `2 min 05 s`."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.3g} us"
+    if seconds < 0.1:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    return f"{int(seconds // 60)} min {int(seconds % 60):02d} s"
