@@ -136,7 +136,6 @@ class SystemConfig(Frozen):
     name: str = "capricorn"
     every: int = Field(default=1, ge=0, description="iterations between two checkpoints; 0 is off")
     replicas: int = Field(default=2, gt=0, description="copies of each shard, one of them local")
-    slots: int = Field(default=2, ge=2, description="iterations kept of each shard and copy")
     block_bytes: int = Field(default=MIB, ge=4096, multiple_of=4096, description="unit of checksum and transfer")
     low_class: bool = Field(default=True, description="mark checkpoint traffic with DSCP CS1")
     send_buffer_bytes: int = Field(default=512 * 1024, ge=4096, description="SO_SNDBUF of checkpoint sockets")

@@ -1,7 +1,8 @@
 """Model presets as a table of values: small ones that run here, and the published ones at full size.
 
 Source: configuration files published with each model; sizes as in the papers of Mixtral, DeepSeek, Qwen3, OLMoE,
-gpt-oss, Switch Transformer and GShard. Departs: Switch-Base (an encoder-decoder) is built as a decoder of all its 24 blocks.
+gpt-oss, Switch Transformer and GShard. Departs: Switch-Base (an encoder-decoder) is built as a decoder of all its 24
+blocks.
 """
 
 from __future__ import annotations

@@ -43,6 +43,8 @@ class IterationSample(Frozen):
     """Whether a checkpoint of this iteration was asked for."""
     latest_complete: int = 0
     """Newest iteration every rank could restore, as this rank knew at the end of the iteration; 0 is none."""
+    completed: tuple[int, ...] = ()
+    """Iterations whose checkpoint became complete on all ranks since the last sample of this attempt."""
     failed_saves: int = 0
     rss_bytes: Bytes = 0
     collision_s: Seconds = 0.0
@@ -74,7 +76,7 @@ class LoadSample(Frozen):
 
 
 class EventSample(Frozen):
-    """Something that happened to a worker: `started`, `failed`, `fault` or `finished`, with the time since the epoch."""
+    """Something that happened to a worker, with the time since the epoch."""
 
     event: Literal["started", "ready", "failed", "fault", "resumed", "finished"]
     at_s: Seconds
@@ -82,6 +84,8 @@ class EventSample(Frozen):
     rank: int
     iteration: int = 0
     detail: str = ""
+    completed: tuple[int, ...] = ()
+    """As in `IterationSample`: what became complete after the last iteration, while draining."""
 
 
 class RecoverySample(Frozen):

@@ -15,6 +15,8 @@ STATE_BYTES_PER_PARAM = 12
 """fp32 weight, Adam's first and second moment. Source: Gemini, SOSP'23, section 2."""
 PROCESS_BYTES = 260 * MIB
 """Resident size of one Python process with torch imported and a gloo group, CPU build."""
+NUM_SLOTS = 2
+"""Iterations the store keeps of each copy: the newest complete one and the one being written."""
 
 MLA_Q_RANK, MLA_KV_RANK, MLA_ROPE_DIM = 1536, 512, 64
 """Latent widths of multi-head latent attention. Source: DeepSeek-V3, section 4.2."""
@@ -79,7 +81,7 @@ class Needs:
     process_bytes: Bytes
     """Host memory of all processes on this machine, training state included when the device is the CPU."""
     store_bytes: Bytes
-    """tmpfs of this machine: replicas x slots x the state of the owners it hosts."""
+    """tmpfs of this machine: replicas x 2 slots x the state of the owners it hosts."""
 
     @property
     def host_bytes(self) -> Bytes:
@@ -100,5 +102,5 @@ def needs_of(scenario: Scenario, *, cuda: bool) -> Needs:
     processes = PROCESS_BYTES * (nodes_here + 1 + ranks_here) + (0 if cuda else device * ranks_here)
     checkpoints = system.name != "none" and system.every > 0
     state = STATE_BYTES_PER_PARAM * total_params(model) * nodes_here // topology.num_nodes
-    store = state * system.replicas * system.slots if checkpoints else 0
+    store = state * NUM_SLOTS * system.replicas if checkpoints else 0
     return Needs(shard, device, processes, store)

@@ -14,7 +14,7 @@ from capricorn.topology import Topology
 from capricorn.units import Bytes, Seconds
 
 if TYPE_CHECKING:
-    from torch import device as Device
+    import torch
     from torch.distributed import ProcessGroup
 
 
@@ -27,7 +27,7 @@ class JobContext:
     """Counts the starts of the job, from 0; the same on all ranks."""
     topology: Topology
     rank: int
-    device: Device
+    device: torch.device
     control_group: ProcessGroup
     """A gloo group of all ranks for small CPU tensors; collectives on it are issued by the training thread only."""
     config: SystemConfig
@@ -168,6 +168,10 @@ class CheckpointSystem(TrainerHook, abc.ABC):
     def counters(self) -> Counters:
         """Bytes and failures so far."""
         return Counters()
+
+    def take_completed(self) -> list[int]:
+        """Iterations that became complete on all ranks since the last call."""
+        return []
 
     def take_events(self) -> list[ChunkEvent]:
         """Transfers finished since the last call, for the timeline."""

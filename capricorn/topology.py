@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from capricorn.errors import ConfigError
 
@@ -50,4 +51,4 @@ def expert_split(num_experts: int, world_size: int) -> list[range]:
         )
     each, extra = divmod(num_experts, world_size)
     starts = [rank * each + min(rank, extra) for rank in range(world_size + 1)]
-    return [range(start, stop) for start, stop in zip(starts, starts[1:], strict=False)]
+    return [range(start, stop) for start, stop in pairwise(starts)]

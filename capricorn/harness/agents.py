@@ -1,0 +1,143 @@
+"""Processes of a run on this machine: one torchrun agent per node, and the rendezvous that emulated nodes share."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from capricorn.errors import ConfigError
+from capricorn.harness.address import loopback_address
+from capricorn.harness.job import Job
+from capricorn.units import Seconds
+
+KEEP_ALIVE_INTERVAL_S = 1
+KEEP_ALIVE_ATTEMPTS = 5
+"""A lost agent is noticed by torchrun's rendezvous after interval x attempts; its defaults make that 15 s."""
+JOIN_TIMEOUT_S = 300
+STOP_TIMEOUT_S: Seconds = 10.0
+
+
+class Rendezvous:
+    """Where the agents meet: our own store for emulated nodes, else what the user named."""
+
+    def __init__(self, job: Job, log_dir: Path) -> None:
+        """Starts the store if it is ours.
+
+        Raises:
+            ConfigError: this machine is to host the user's endpoint and its port is taken.
+        """
+        launch = job.scenario.launch
+        self._process: subprocess.Popen[bytes] | None = None
+        if launch.nnodes:
+            self.endpoint = launch.rdzv_endpoint
+            if launch.node_rank == 0:
+                _check_port(self.endpoint)
+            return
+        # The socket listens before any process starts, so no port can be taken in between and no agent comes too early.
+        with socket.create_server(("127.0.0.1", 0), backlog=256) as listener:
+            port = listener.getsockname()[1]
+            self.endpoint = f"127.0.0.1:{port}"
+            command = [sys.executable, "-m", "capricorn.harness.rendezvous", str(listener.fileno()), str(port)]
+            self._process = _spawn(command, log_dir / "rendezvous.log", pass_fds=(listener.fileno(),))
+
+    def stop(self) -> None:
+        if self._process is not None:
+            _stop(self._process)
+
+
+class Agents:
+    """The torchrun agents of the nodes on this machine."""
+
+    def __init__(self, job: Job, job_file: Path, log_dir: Path, endpoint: str) -> None:
+        self._job, self._job_file, self._log_dir, self._endpoint = job, job_file, log_dir, endpoint
+        launch = job.scenario.launch
+        self.nodes = [launch.node_rank] if launch.nnodes else list(range(job.scenario.cluster.nodes))
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self, node: int) -> None:
+        """Starts the agent of a node, anew if there was one."""
+        self._processes[node] = _spawn(self._command(node), self._log_dir / f"node{node}.log", env=self._environment())
+
+    def exit_codes(self) -> dict[int, int]:
+        """Of the agents that have ended: node -> exit code, negative for the signal that ended it."""
+        codes = {node: process.poll() for node, process in self._processes.items()}
+        return {node: code for node, code in codes.items() if code is not None}
+
+    def stop(self) -> None:
+        """Ends all agents and with them their workers."""
+        for process in self._processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+        deadline_s = time.monotonic() + STOP_TIMEOUT_S
+        for process in self._processes.values():
+            _stop(process, max(0.1, deadline_s - time.monotonic()))
+
+    def _command(self, node: int) -> list[str]:
+        scenario = self._job.scenario
+        launch = scenario.launch
+        where = ["--node-rank", str(node)] if launch.nnodes else ["--local-addr", loopback_address(node)]
+        conf = {
+            "join_timeout": JOIN_TIMEOUT_S,
+            "keep_alive_interval": KEEP_ALIVE_INTERVAL_S,
+            "keep_alive_max_attempt": KEEP_ALIVE_ATTEMPTS,
+        } | ({} if launch.nnodes else {"is_host": 0})
+        return [
+            *(sys.executable, "-m", "capricorn.harness.agent"),
+            *("--nnodes", str(scenario.topology.num_nodes)),
+            *("--nproc-per-node", str(scenario.topology.ranks_per_node)),
+            *("--rdzv-backend", "c10d", "--rdzv-endpoint", self._endpoint),
+            *("--rdzv-id", "capricorn" if launch.nnodes else self._job.run_id),
+            *("--rdzv-conf", ",".join(f"{key}={value}" for key, value in conf.items())),
+            *where,
+            *("--max-restarts", str(launch.max_restarts + len(scenario.faults))),
+            *("--monitor-interval", "0.1", "--shutdown-timeout", "5"),
+            *("-m", "capricorn.harness.worker", str(self._job_file)),
+        ]
+
+    def _environment(self) -> dict[str, str]:
+        # With torch 2.13 restarted ranks read the addresses of the dead attempt from the agent's shared store.
+        settings = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONUNBUFFERED": "1"}
+        if not self._job.scenario.launch.nnodes:
+            settings["GLOO_SOCKET_IFNAME"] = "lo"
+        return settings
+
+
+def _spawn(
+    command: list[str], log: Path, *, env: dict[str, str] | None = None, pass_fds: tuple[int, ...] = ()
+) -> subprocess.Popen[bytes]:
+    # A session of its own: a Ctrl-C at the terminal is for the launcher, which ends the others in order.
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **(env or {})},
+            pass_fds=pass_fds,
+            start_new_session=True,
+        )
+
+
+def _stop(process: subprocess.Popen[bytes], timeout_s: Seconds = STOP_TIMEOUT_S) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()
+    try:
+        process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _check_port(endpoint: str) -> None:
+    host, _, port = endpoint.rpartition(":")
+    try:
+        with socket.create_server((host, int(port))):
+            return
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a port"
+        raise ConfigError(f"--rdzv-endpoint {endpoint} cannot be used here: {reason}; choose another port") from None

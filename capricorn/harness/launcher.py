@@ -1,0 +1,193 @@
+"""Runs a scenario on this machine from start to record: store, processes, watching, replacing lost nodes, clean-up.
+
+Knows no torch; what trains are the workers that torchrun starts.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+from capricorn.config import Scenario
+from capricorn.errors import CapricornError
+from capricorn.harness.agents import Agents, Rendezvous
+from capricorn.harness.data import prepare
+from capricorn.harness.follow import Follower
+from capricorn.harness.job import FATAL, Job
+from capricorn.harness.machine import environment
+from capricorn.records import EVENTS, ITERATIONS, EventSample, IterationSample, RunRecord, write_run
+from capricorn.runtime.store import NodeStore, RunLock, find_stores
+
+TICK_S: Final = 0.1
+
+
+class RunListener:
+    """Hears what happens during a run, in the thread that called `launch`; every method does nothing."""
+
+    def on_start(self, run_dir: Path, scenario: Scenario) -> None:
+        """The run folder exists; processes start now."""
+
+    def on_sample(self, sample: IterationSample) -> None:
+        """A rank finished an iteration."""
+
+    def on_event(self, event: EventSample) -> None:
+        """Something happened to a worker."""
+
+    def on_tick(self) -> None:
+        """About ten times a second."""
+
+
+def launch(scenario: Scenario, out: Path, listener: RunListener) -> Path:
+    """Runs the scenario and yields its folder below `out`, with `run.json` in it whatever happened.
+
+    Raises:
+        CapricornError: the run failed, with what the failed rank said.
+        KeyboardInterrupt: it was interrupted (also by SIGTERM); everything has been ended and removed.
+    """
+    started = datetime.now(UTC)
+    tokens = prepare(scenario.data, scenario.model.vocab_size, seq_len=scenario.model.seq_len)
+    run_id = _new_run_id(scenario, started)
+    with _sigterm_as_interrupt():
+        lock = RunLock(Path(scenario.store.root), run_id)
+        try:
+            run_dir = (out / run_id).resolve()
+            run_dir.mkdir(parents=True)
+            job = Job(run_id=run_id, scenario=scenario, run_dir=run_dir, store_dir=lock.folder, tokens=tokens)
+            listener.on_start(run_dir, scenario)
+            try:
+                _Run(job, listener).run()
+            finally:
+                with _no_interrupt():
+                    _write_record(job, started)
+        finally:
+            lock.release(keep=scenario.store.keep)
+    return run_dir
+
+
+class _Run:
+    """The processes of one run, from start to end."""
+
+    def __init__(self, job: Job, listener: RunListener) -> None:
+        self._job, self._listener = job, listener
+        self._samples = Follower(job.run_dir / ITERATIONS, IterationSample)
+        self._events = Follower(job.run_dir / EVENTS, EventSample)
+        self._failures: list[str] = []
+        launch = job.scenario.launch
+        self._replacements_left = launch.max_restarts + len(job.scenario.faults)
+
+    def run(self) -> None:
+        log_dir = self._job.run_dir / "log"
+        log_dir.mkdir()
+        rendezvous = Rendezvous(self._job, log_dir)
+        self._agents = Agents(self._job, self._job.write(), log_dir, rendezvous.endpoint)
+        try:
+            for node in self._agents.nodes:
+                self._start_node(node)
+            while not self._is_done():
+                self._tell()
+                time.sleep(TICK_S)
+            self._tell()
+        finally:
+            with _no_interrupt():
+                self._agents.stop()
+                rendezvous.stop()
+                self._tell()
+
+    def _start_node(self, node: int) -> None:
+        NodeStore.create(self._job.node_dir(node), self._job.run_id, node, self._job.scenario.topology)
+        self._agents.start(node)
+
+    def _is_done(self) -> bool:
+        """Whether all nodes have finished; replaces those that were lost.
+
+        Raises:
+            CapricornError: a node gave up, or starting again cannot help.
+        """
+        fatal = self._job.run_dir / FATAL
+        if fatal.exists() and (text := fatal.read_text(encoding="utf-8")):
+            raise CapricornError(f"the run cannot go on: {text}")
+        codes = self._agents.exit_codes()
+        for node, code in codes.items():
+            if code > 0 or (code < 0 and self._replacements_left == 0):
+                self._tell()
+                raise CapricornError(self._describe_failure(node))
+            if code < 0:
+                self._replacements_left -= 1
+                self._start_node(node)
+        return len(codes) == len(self._agents.nodes) and not any(codes.values())
+
+    def _tell(self) -> None:
+        for sample in self._samples.new():
+            self._listener.on_sample(sample)
+        for event in self._events.new():
+            if event.event == "failed":
+                self._failures.append(f"rank {event.rank}: {event.detail}")
+            self._listener.on_event(event)
+        self._listener.on_tick()
+
+    def _describe_failure(self, node: int) -> str:
+        last = f": {self._failures[-1]}" if self._failures else ""
+        return f"node {node} gave up{last}; see {self._job.run_dir / 'log'}"
+
+
+def _new_run_id(scenario: Scenario, started: datetime) -> str:
+    return f"{started:%Y%m%d-%H%M%S}-{scenario.system.name}-{scenario.model.name}-{secrets.token_hex(2)}"
+
+
+def _write_record(job: Job, started: datetime) -> None:
+    # pandas takes a while to import and is needed by nothing before.
+    from capricorn.report.summary import summarize
+
+    stores = [store for store in find_stores(job.store_dir.parent) if store.path == job.store_dir]
+    (job.run_dir / "store.json").write_text(json.dumps({"store_bytes": sum(store.num_bytes for store in stores)}))
+    summary, verdict = summarize(job.run_dir, job.scenario)
+    record = RunRecord(
+        run_id=job.run_id,
+        started_at=started.isoformat(timespec="seconds"),
+        mode="live",
+        system=job.scenario.system.name,
+        seed=job.scenario.train.seed,
+        config=job.scenario,
+        environment=environment(job.scenario.cluster.device),
+        summary=summary,
+        verdict=verdict,
+    )
+    write_run(job.run_dir, record)
+
+
+@contextmanager
+def _sigterm_as_interrupt() -> Iterator[None]:
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    with _handling({signal.SIGTERM: interrupt}):
+        yield
+
+
+@contextmanager
+def _no_interrupt() -> Iterator[None]:
+    """Clean-up is not interrupted by a second Ctrl-C."""
+    with _handling({signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: signal.SIG_IGN}):
+        yield
+
+
+@contextmanager
+def _handling(handlers: dict[signal.Signals, object]) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may handle signals
+        return
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

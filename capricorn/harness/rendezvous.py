@@ -1,0 +1,26 @@
+"""Where emulated nodes meet: a store outside of every failure domain, so that any node may be lost, the first too."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+from capricorn.harness.process import die_with_parent
+
+
+def main() -> None:
+    """Serves the listening socket with the descriptor argv[1] until the launcher ends us."""
+    die_with_parent()
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    fd = int(sys.argv[1])
+    port = int(sys.argv[2])
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
+    signal.sigwait({signal.SIGTERM, signal.SIGINT})
+    del store
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

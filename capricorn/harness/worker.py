@@ -1,0 +1,188 @@
+"""One rank of one attempt: what torchrun starts on every node. Builds everything, restores, trains, drains.
+
+Whether it is the first start or the hundredth, it does the same: take the newest checkpoint that all ranks have.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from capricorn.errors import CapricornError, ConfigError, NoCompleteCheckpointError, TransportError
+from capricorn.harness.address import loopback_address, own_address
+from capricorn.harness.data import Batches
+from capricorn.harness.faults import FaultInjector, register_worker
+from capricorn.harness.job import ATTEMPT, FATAL, Job
+from capricorn.harness.model import build_model
+from capricorn.harness.optim import Optimizer
+from capricorn.harness.process import die_with_parent
+from capricorn.harness.recorder import Recorder, was_ever_complete
+from capricorn.harness.state import training_state
+from capricorn.harness.trainer import StallMeter, Trainer
+from capricorn.hooks import HookChain
+from capricorn.registry import load_system
+from capricorn.runtime.exchange import maximum, share_text
+from capricorn.system import CheckpointSystem, JobContext, RestoreReport
+
+COLLECTIVE_TIMEOUT = timedelta(seconds=120)
+
+
+def main() -> None:
+    """Runs the rank that torchrun's environment names, of the job in the file argv[1]."""
+    die_with_parent()
+    signal.signal(signal.SIGTERM, _leave)
+    job = Job.read(Path(sys.argv[1]))
+    torch.set_num_threads(1)  # results are bit-reproducible at a fixed number of threads only
+    worker = Worker(job)
+    try:
+        worker.run()
+    except BaseException as error:  # noqa: BLE001 - also SIGTERM; the process ends below
+        worker.fail(error)
+        # Threads of a process group that lost a peer may never join; the state they served is in the store.
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _leave(signum: int, frame: FrameType | None) -> None:
+    raise SystemExit(f"signal {signum}")
+
+
+class Worker:
+    """One rank from its start to its end."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._rank, self._world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self._system: CheckpointSystem = load_system(job.scenario.system.name)()
+        self._recorder = Recorder(job, self._rank, 0, self._system)
+        self._iteration = 0
+        self._is_training = False
+
+    def run(self) -> None:
+        """Trains to the last iteration.
+
+        Raises:
+            CapricornError: it cannot go on.
+        """
+        register_worker(self._job.run_dir, self._rank)
+        device = self._device()
+        self._join(device)
+        self._recorder.event("started", f"pid {os.getpid()}")
+        report = self._make_ready(device)
+        self._is_training = True
+        for iteration in range(self._iteration + 1, self._job.scenario.train.iterations + 1):
+            self._iteration = iteration
+            measured = self._trainer.run(iteration)
+            self._recorder.iteration(measured)
+            if self._attempt and self._rank == 0 and iteration == self._first:
+                self._recorder.recovery(report, measured)
+        self._finish()
+
+    def fail(self, error: BaseException) -> None:
+        """Writes down why the rank ends, and lets a running local copy be completed."""
+        traceback.print_exception(error)
+        self._recorder.event("failed", _in_words(error), iteration=self._iteration)
+        is_hopeless = isinstance(error, CapricornError) and not isinstance(error, TransportError)
+        if is_hopeless and not self._is_training:
+            (self._job.run_dir / FATAL).write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
+        self._system.close()
+
+    def _device(self) -> torch.device:
+        if self._job.scenario.cluster.device != "cuda":
+            return torch.device("cpu")
+        device = torch.device("cuda", self._rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        return device
+
+    def _join(self, device: torch.device) -> None:
+        """Meets the other ranks and settles with them who is who and how often the job has started."""
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+        self._control = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+        file = self._job.run_dir / ATTEMPT
+        # torchrun's own restart count differs between nodes once an agent has been replaced.
+        self._attempt = maximum(self._control, int(file.read_text()) if file.exists() else -1) + 1
+        if self._rank == 0 or self._job.scenario.launch.nnodes:
+            file.write_text(str(self._attempt))
+        self._recorder = Recorder(self._job, self._rank, self._attempt, self._system)
+
+    def _make_ready(self, device: torch.device) -> RestoreReport | None:
+        scenario = self._job.scenario
+        seed = scenario.train.seed
+        model = build_model(scenario.model, self._rank, self._world_size, dist.group.WORLD, device, seed)
+        optimizer = Optimizer(model, scenario.train, dist.group.WORLD)
+        shape = (scenario.model.batch_size, scenario.model.seq_len)
+        batches = Batches(self._job.tokens, self._rank, self._world_size, *shape, seed)
+        self._check_same_data(batches)
+        torch.manual_seed(seed * self._world_size + self._rank)
+        self._system.attach(self._context(device), training_state(optimizer, batches, device))
+        self._recorder.event("ready")
+        report = self._restore()
+        self._first = self._iteration + 1
+        meter = StallMeter(self._system)
+        injector = FaultInjector(self._job, self._rank, self._attempt)
+        hook = HookChain([meter, *([injector] if scenario.faults else []), self._recorder])
+        self._trainer = Trainer(model, optimizer, batches, device, meter, hook)
+        return report
+
+    def _check_same_data(self, batches: Batches) -> None:
+        mine = batches.digest >> 1  # fits a signed integer
+        if maximum(self._control, mine) != mine or -maximum(self._control, -mine) != mine:
+            raise ConfigError(f"rank {self._rank} reads other data than the others; give all nodes the same --data")
+
+    def _context(self, device: torch.device) -> JobContext:
+        scenario = self._job.scenario
+        node = scenario.topology.node_of(self._rank)
+        return JobContext(
+            run_id=share_text(self._control, self._job.run_id),
+            attempt=self._attempt,
+            topology=scenario.topology,
+            rank=self._rank,
+            device=device,
+            control_group=self._control,
+            config=scenario.system,
+            store_dir=self._job.node_dir(scenario.launch.node_rank if scenario.launch.nnodes else node),
+            address=own_address(os.environ["MASTER_ADDR"]) if scenario.launch.nnodes else loopback_address(node),
+        )
+
+    def _restore(self) -> RestoreReport | None:
+        try:
+            report = self._system.restore()
+        except NoCompleteCheckpointError:
+            # Before the first checkpoint was complete, the initial state is the newest there is, and the seed has it.
+            if was_ever_complete(self._job.run_dir):
+                raise
+            return None
+        self._iteration = report.iteration
+        detail = "; ".join(f"skipped {copy}: damaged" for copy in report.damaged)
+        self._recorder.event("resumed", detail, iteration=report.iteration)
+        return report
+
+    def _finish(self) -> None:
+        detail = ""
+        try:
+            self._system.drain(self._job.scenario.system.timeout_s)
+        except CapricornError as error:
+            detail = str(error)
+        completed = self._system.take_completed()
+        self._recorder.event("finished", detail, iteration=self._iteration, completed=completed)
+        self._system.close()
+        dist.barrier(group=self._control)  # or a fast rank's end would look like a failure to a slow one
+        dist.destroy_process_group()
+
+
+def _in_words(error: BaseException) -> str:
+    first_line = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {first_line}"
+
+
+if __name__ == "__main__":
+    main()

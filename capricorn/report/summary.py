@@ -1,0 +1,211 @@
+"""The summary and the verdict of a run, computed from its raw samples and from nothing else."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pandas as pd
+
+from capricorn.config import Scenario
+from capricorn.errors import ConfigError
+from capricorn.records import (
+    EVENTS,
+    ITERATIONS,
+    RECOVERIES,
+    EventSample,
+    IterationSample,
+    RecoverySample,
+    read_samples,
+)
+
+STORE = "store.json"
+"""Written by the launcher: `{"store_bytes": n}`, the largest size of all stores of the run."""
+
+Summary: TypeAlias = dict[str, Any]
+
+
+def summarize(run_dir: Path, scenario: Scenario) -> tuple[Summary, str]:
+    """The summary of a run folder, finished or not, and its verdict: `ok`, or what is wrong in one sentence.
+
+    Raises:
+        ConfigError: a file of the folder is damaged.
+    """
+    run = _Run.read(run_dir, scenario)
+    summary: Summary = {"iterations": len(run.iterations), **_times(run), **_checkpoints(run), **_recoveries(run)}
+    summary |= _moved(run) | _memory(run, run_dir)
+    return summary, verdict(summary, scenario)
+
+
+def verdict(summary: Summary, scenario: Scenario) -> str:
+    """`ok`, or every way in which the run fell short of what was asked for."""
+    asked, faults = scenario.train.iterations, []
+    if summary["iterations"] < asked:
+        faults.append(f"stopped after {summary['iterations']} of {asked} iterations")
+    if summary["requested"] and not summary["effective"]:
+        faults.append("no checkpoint became complete")
+    elif summary["effective"] < summary["requested"]:
+        faults.append(f"effective checkpoints {summary['effective']} of {summary['requested']} requested")
+    return "; ".join(faults) or "ok"
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """The samples of a run: all of them, those that count, and the same folded over ranks."""
+
+    raw: list[IterationSample]
+    samples: pd.DataFrame
+    """Every sample of every attempt, `raw` as a table."""
+    iterations: pd.DataFrame
+    """One row per iteration done, indexed by it: its last attempt, folded over ranks."""
+    steady: pd.DataFrame
+    """The iterations after warm-up and after the first checkpoint."""
+    recoveries: list[RecoverySample]
+    events: list[EventSample]
+
+    @classmethod
+    def read(cls, run_dir: Path, scenario: Scenario) -> _Run:
+        raw = list(read_samples(run_dir / ITERATIONS, IterationSample))
+        samples = _frame(raw, scenario)
+        iterations = _over_ranks(_last_attempts(samples, scenario))
+        return cls(
+            raw=raw,
+            samples=samples,
+            iterations=iterations,
+            steady=_steady(iterations, scenario),
+            recoveries=list(read_samples(run_dir / RECOVERIES, RecoverySample)),
+            events=list(read_samples(run_dir / EVENTS, EventSample)),
+        )
+
+
+def _frame(raw: list[IterationSample], scenario: Scenario) -> pd.DataFrame:
+    frame = pd.DataFrame([sample.model_dump() for sample in raw], columns=list(IterationSample.model_fields))
+    # The trainer asks any system by the interval alone, also the one that keeps nothing.
+    frame["requested"] = frame["requested"].astype(bool) & (scenario.system.name != "none")
+    return frame
+
+
+def _last_attempts(samples: pd.DataFrame, scenario: Scenario) -> pd.DataFrame:
+    """Samples of the iterations whose effect lasts: not redone later, not rolled back, done by every rank."""
+    if samples.empty:
+        return samples
+    reached = samples.loc[samples["attempt"] == samples["attempt"].max(), "iteration"].max()
+    lasting = samples[samples["iteration"] <= reached].drop_duplicates(["attempt", "iteration", "rank"])
+    by_iteration = lasting.groupby("iteration")
+    lasting = lasting[lasting["attempt"] == by_iteration["attempt"].transform("max")]
+    ranks = lasting.groupby("iteration")["rank"].transform("count")
+    everywhere: pd.DataFrame = lasting[ranks == _num_ranks(samples, scenario)]
+    return everywhere
+
+
+def _num_ranks(samples: pd.DataFrame, scenario: Scenario) -> int:
+    """Ranks whose samples belong in this folder: all, or on real machines those of one node at least."""
+    if scenario.launch.nnodes:
+        return max(int(samples["rank"].nunique()), scenario.topology.ranks_per_node)
+    return scenario.topology.world_size
+
+
+def _over_ranks(kept: pd.DataFrame) -> pd.DataFrame:
+    """An iteration lasts as long as on its slowest rank. Source: measurement.md, 3."""
+    return kept.groupby("iteration").agg(
+        attempt=("attempt", "first"),
+        duration_s=("duration_s", "max"), stall_s=("stall_s", "max"), loss=("loss", "mean"), tokens=("tokens", "sum"),
+        sent_bytes=("sent_bytes", "sum"), requested=("requested", "any"), latest_complete=("latest_complete", "max"),
+    )  # fmt: skip
+
+
+def _steady(iterations: pd.DataFrame, scenario: Scenario) -> pd.DataFrame:
+    """The first checkpoint allocates and connects, so it is reported apart, unless nothing else was measured."""
+    measured = iterations[iterations.index > scenario.train.warmup]
+    requested = iterations.index[iterations["requested"]]
+    later = measured[measured.index > requested[0]] if len(requested) else measured
+    return measured if later.empty else later
+
+
+def _times(run: _Run) -> Summary:
+    steady, requested = run.steady, run.iterations[run.iterations["requested"]]
+    duration, stall = steady["duration_s"], steady["stall_s"]
+    return {
+        "measured_iterations": len(steady),
+        **{f"iteration_s_p{p}": _quantile(duration, p) for p in (50, 95, 99)},
+        **{f"stall_s_p{p}": _quantile(stall, p) for p in (50, 95)},
+        "stall_s_max": _number(stall.max()),
+        "first_stall_s": _number(requested["stall_s"].iloc[0]) if len(requested) else None,
+        "slowdown": None,
+        "tokens_per_s": _ratio(steady["tokens"].sum(), duration.sum()),
+        "final_loss": _number(run.iterations["loss"].iloc[-1]) if len(run.iterations) else None,
+    }
+
+
+def _checkpoints(run: _Run) -> Summary:
+    """Requested checkpoints, those of them that became complete everywhere, and how far the newest one lagged."""
+    requested = [int(i) for i in run.iterations.index[run.iterations["requested"]]]
+    complete = _complete(run)
+    lag = run.steady.index - run.steady["latest_complete"] if requested else pd.Series(dtype=float)
+    return {
+        "requested": len(requested),
+        "effective": sum(i in complete for i in requested),
+        "failed_saves": int(run.samples["failed_saves"].sum()),
+        "replica_lag_p50": _quantile(lag, 50),
+        "replica_lag_max": _number(lag.max()),
+    }
+
+
+def _complete(run: _Run) -> set[int]:
+    """Iterations whose state, as last computed, became complete on all owners: seen then, or restored later."""
+    sightings: list[IterationSample | EventSample] = [*run.raw, *run.events]
+    seen = {(i, sighting.attempt) for sighting in sightings for i in sighting.completed}
+    last = {int(i): int(attempt) for i, attempt in run.iterations["attempt"].items()}
+    restored = {r.resumed_iteration for r in run.recoveries if r.attempt > last.get(r.resumed_iteration, r.attempt)}
+    return {i for i, attempt in last.items() if (i, attempt) in seen} | restored
+
+
+def _recoveries(run: _Run) -> Summary:
+    phases = ("detect_s", "restart_s", "agree_s", "fetch_s", "load_s", "first_iteration_s")
+    return {
+        "recoveries": len(run.recoveries),
+        "lost_iterations": sum(recovery.lost_iterations for recovery in run.recoveries),
+        "recovery_s": sum(getattr(recovery, phase) for recovery in run.recoveries for phase in phases),
+    }
+
+
+def _moved(run: _Run) -> Summary:
+    """Bytes of all attempts, redone iterations included, and their rate in the steady state."""
+    return {
+        "staged_bytes": int(run.samples["staged_bytes"].sum()),
+        "sent_bytes": int(run.samples["sent_bytes"].sum()),
+        "sent_bytes_per_s": _ratio(run.steady["sent_bytes"].sum(), run.steady["duration_s"].sum()),
+    }
+
+
+def _memory(run: _Run, run_dir: Path) -> Summary:
+    peaks = run.samples.groupby("rank")["rss_bytes"].max()
+    return {
+        "peak_rss_bytes": int(peaks.sum()),
+        "peak_rss_rank_bytes": int(peaks.max()) if len(peaks) else 0,
+        "store_bytes": _store_bytes(run_dir / STORE),
+    }
+
+
+def _store_bytes(path: Path) -> int | None:
+    try:
+        return int(json.loads(path.read_text(encoding="utf-8"))["store_bytes"])
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, KeyError):
+        raise ConfigError(f"{path} is damaged: it does not give store_bytes") from None
+
+
+def _quantile(values: pd.Series[Any], percent: int) -> float | None:
+    return None if values.empty else float(values.quantile(percent / 100))
+
+
+def _ratio(amount: float, seconds: float) -> float | None:
+    return float(amount / seconds) if seconds > 0 else None
+
+
+def _number(value: float) -> float | None:
+    """The value as JSON can hold it: not-a-number, which an empty column yields, is null."""
+    return None if pd.isna(value) else float(value)

@@ -1,0 +1,184 @@
+"""Records, needs, checks, names and copies as small tables for a terminal of 60 columns or a pipe. Computes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from capricorn.config import Scenario
+from capricorn.records import RecoverySample, RunRecord
+from capricorn.sizing import Needs
+from capricorn.units import Seconds, format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from capricorn.harness.machine import Check
+    from capricorn.system import Copy
+
+NONE = "-"
+PHASES = ("detect", "restart", "agree", "fetch", "load", "first_iteration")
+
+
+def describe(scenario: Scenario) -> str:
+    """What runs where, in one line."""
+    cluster, system = scenario.cluster, scenario.system
+    every = {0: "off", 1: "every iteration"}.get(system.every, f"every {system.every} iterations")
+    ckpt = "" if system.name == "none" else f" {every}"
+    where = f"{_count(cluster.nodes, 'node')} x {_count(cluster.ranks_per_node, 'rank')} on {cluster.device}"
+    return f"{scenario.model.name} under {system.name}{ckpt}, {where}"
+
+
+# --- a run -------------------------------------------------------------------------------------------------------
+
+
+def run_table(record: RunRecord, recoveries: Sequence[RecoverySample] = ()) -> RenderableType:
+    """The result of one run, its recoveries and its verdict."""
+    table = _pairs()
+    for label, value in _result_rows(record):
+        table.add_row(label, value)
+    for number, recovery in enumerate(recoveries, 1):
+        table.add_row(f"recovery {number}", _recovery(recovery))
+    table.add_row("verdict", _verdict(record.verdict))
+    return Group(Text(f"{describe(record.config)}, {record.mode}", style="bold"), table)
+
+
+def repeats_table(records: Sequence[RunRecord]) -> Table:
+    """One row for each of several runs of the same scenario."""
+    table = _table("#", "iteration", "stall", "effective", "tokens/s", "verdict")
+    for number, record in enumerate(records, 1):
+        s = record.summary
+        table.add_row(
+            str(number), _seconds(s["iteration_s_p50"]), _seconds(s["stall_s_p50"]),
+            f"{s['effective']}/{s['requested']}", _figure(s["tokens_per_s"], ",.0f"), _verdict(record.verdict),
+        )  # fmt: skip
+    return table
+
+
+def _result_rows(record: RunRecord) -> list[tuple[str, str]]:
+    s = record.summary
+    return [
+        ("iterations", f"{s['iterations']} of {record.config.train.iterations}, {s['measured_iterations']} measured"),
+        ("iteration time", f"p50 {_seconds(s['iteration_s_p50'])}, p95 {_seconds(s['iteration_s_p95'])}"),
+        ("stall", f"p50 {_seconds(s['stall_s_p50'])}, p95 {_seconds(s['stall_s_p95'])}"),
+        ("first checkpoint", f"stall {_seconds(s['first_stall_s'])}"),
+        ("checkpoints", _checkpoints(s)),
+        ("replica lag", f"p50 {_figure(s['replica_lag_p50'], '.3g')}, max {_figure(s['replica_lag_max'], '.0f')}"),
+        ("bytes moved", _moved(s)),
+        ("memory", f"RSS {format_bytes(s['peak_rss_bytes'])} + store {_bytes(s['store_bytes'])}"),
+        ("throughput", f"{_figure(s['tokens_per_s'], ',.0f')} tokens/s"),
+        ("final loss", _figure(s["final_loss"], ".6g")),
+    ]
+
+
+def _checkpoints(s: Mapping[str, Any]) -> str:
+    sign = "=" if s["requested"] == s["effective"] else ">"
+    failed = f", {s['failed_saves']} saves failed" if s["failed_saves"] else ""
+    return f"requested {s['requested']} {sign} effective {s['effective']}{failed}"
+
+
+def _moved(s: Mapping[str, Any]) -> str:
+    rate = "" if s["sent_bytes_per_s"] is None else f" ({format_bytes(s['sent_bytes_per_s'])}/s)"
+    return f"staged {format_bytes(s['staged_bytes'])}, sent {format_bytes(s['sent_bytes'])}{rate}"
+
+
+def _recovery(recovery: RecoverySample) -> str:
+    durations = {phase: float(getattr(recovery, f"{phase}_s")) for phase in PHASES}
+    phases = ", ".join(f"{phase.replace('_', ' ')} {_seconds(value)}" for phase, value in durations.items())
+    sources = ", ".join(sorted(set(recovery.sources))) or "nothing"
+    return (
+        f"{recovery.what}: back to {recovery.resumed_iteration} from {sources}, lost {recovery.lost_iterations}; "
+        f"{_seconds(sum(durations.values()))} = {phases}"
+    )
+
+
+def _verdict(verdict: str) -> Text:
+    return Text(verdict, style="green" if verdict == "ok" else "bold red")
+
+
+# --- needs, checks, names, copies --------------------------------------------------------------------------------
+
+
+def needs_table(scenario: Scenario, needs: Needs) -> RenderableType:
+    """The bytes a scenario takes, before anything starts."""
+    table = _pairs()
+    table.add_row("state of a rank", format_bytes(needs.shard_bytes))
+    table.add_row("training, a rank", format_bytes(needs.device_bytes))
+    table.add_row("processes", format_bytes(needs.process_bytes))
+    table.add_row("store (tmpfs)", format_bytes(needs.store_bytes))
+    table.add_row("host memory", f"{format_bytes(needs.host_bytes)} = processes + store")
+    return Group(Text(f"{describe(scenario)} needs", style="bold"), table)
+
+
+def checks_table(checks: Sequence[Check]) -> RenderableType:
+    """What was looked at, and below it the advice for what does not suffice."""
+    table = _table("", "check", "found", "needed")
+    for check in checks:
+        mark = Text("ok", style="green") if check.ok else Text("no", style="bold red")
+        table.add_row(mark, check.name, check.found, check.needed)
+    advice = [Text(f"{check.name}: {check.advice}", style="yellow") for check in checks if not check.ok]
+    return Group(table, *advice)
+
+
+def names_table(kind: str, details: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Known names of one kind, with what there is to say of each."""
+    facts: Mapping[str, Any] = next(iter(details.values()), {})
+    table = _table(kind, *(fact.removesuffix("_bytes") for fact in facts))
+    for name, values in details.items():
+        table.add_row(name, *(_fact(fact, value) for fact, value in values.items()))
+    return table
+
+
+def copies_table(copies: Sequence[tuple[str, Copy, bool | None]]) -> Table:
+    """Copies in a store: where each lies, and whether its checksums match (None: it was not complete to check)."""
+    table = _table("owner", "iteration", "where", "state", "verified", "size")
+    for where, copy, verified in copies:
+        mark = {None: Text(NONE), True: Text("yes", style="green"), False: Text("NO", style="bold red")}[verified]
+        table.add_row(str(copy.owner), str(copy.iteration), where, copy.state, mark, format_bytes(copy.num_bytes))
+    return table
+
+
+def _fact(name: str, value: Any) -> str:
+    if name.endswith("_bytes"):
+        return format_bytes(value)
+    return _params(value) if name in ("params", "active") else str(value)
+
+
+# --- small parts -------------------------------------------------------------------------------------------------
+
+
+def _pairs() -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _params(number: int) -> str:
+    unit, size = next((u, s) for u, s in (("B", 1e9), ("M", 1e6), ("K", 1e3), ("", 1)) if number >= s)
+    return f"{number / size:.3g} {unit}"
+
+
+def _seconds(value: Seconds | None) -> str:
+    return NONE if value is None else format_seconds(value)
+
+
+def _bytes(value: int | None) -> str:
+    return NONE if value is None else format_bytes(value)
+
+
+def _figure(value: float | None, spec: str) -> str:
+    return NONE if value is None else format(value, spec)

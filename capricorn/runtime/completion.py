@@ -1,0 +1,53 @@
+"""What is complete on all ranks: learned from small reductions that the training thread issues.
+
+A slot may be used again only when a newer iteration is complete on every rank; otherwise one owner could hold only i+1
+and another only i, with nothing in common.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from capricorn.runtime.executor import Save
+
+
+class Completion:
+    """The one save that is on its way on all ranks, and the newest iteration that has arrived everywhere.
+
+    All methods are collective or depend only on what was reduced, so every rank takes the same decisions.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, latest: int = 0) -> None:
+        self.latest = latest
+        self.completed: list[int] = []
+        self.pending: Save | None = None
+        self._group = group
+        self._votes = torch.zeros(2, dtype=torch.int64)
+        self._work: dist.Work | None = None
+
+    def expect(self, save: Save) -> None:
+        """Makes this the save on its way; the one before must have settled everywhere."""
+        assert self.pending is None
+        self.pending = save
+
+    def ask(self) -> None:
+        """Starts a reduction of whether the pending save has settled, and succeeded, on every rank."""
+        if self.pending is None or self._work is not None:
+            return
+        self._votes[0] = int(self.pending.is_settled)
+        self._votes[1] = int(self.pending.is_complete)
+        self._work = dist.all_reduce(self._votes, dist.ReduceOp.MIN, group=self._group, async_op=True)
+
+    def learn(self) -> bool:
+        """Takes the answer of the last `ask`; whether nothing is pending any more."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+            settled, complete = bool(self._votes[0]), bool(self._votes[1])
+            if settled and self.pending is not None:
+                if complete:
+                    self.latest = self.pending.iteration
+                    self.completed.append(self.latest)
+                self.pending = None
+        return self.pending is None

@@ -1,0 +1,209 @@
+"""Carries out plans: one thread stages a checkpoint into its slot, one thread per host sends it from there.
+
+The threads run beside training and only copy, checksum and make system calls. Knows no collective: what is complete on
+all ranks is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from queue import SimpleQueue
+
+from capricorn.errors import CapricornError, StoreError
+from capricorn.planner.plan import Plan
+from capricorn.runtime.slot import Slot, checksum
+from capricorn.runtime.staging import Stager
+from capricorn.runtime.store import NodeStore
+from capricorn.runtime.transport import ReplicaLink
+from capricorn.system import ChunkEvent
+from capricorn.units import Bytes, Seconds, format_seconds
+
+
+class Save:
+    """One checkpoint of one rank on its way: staged into a local slot, then replicated.
+
+    Attributes:
+        failures: what went wrong, in words; empty when all replicas are in place.
+    """
+
+    def __init__(self, iteration: int, keep: int, plan: Plan, num_links: int) -> None:
+        self.iteration, self.keep, self.plan = iteration, keep, plan
+        self.failures: list[str] = []
+        self.slot: Slot | None = None
+        self._staged_blocks = 0
+        self._is_staged = False
+        self._is_given_up = False
+        self._open_links = num_links
+        self._changed = threading.Condition()
+
+    def advance(self, staged_blocks: int) -> None:
+        with self._changed:
+            self._staged_blocks = staged_blocks
+            self._changed.notify_all()
+
+    def finish_staging(self, failure: str = "") -> None:
+        with self._changed:
+            self._is_staged = True
+            if failure:
+                self.failures.append(failure)
+            self._changed.notify_all()
+
+    def finish_link(self, failure: str = "") -> None:
+        with self._changed:
+            self._open_links -= 1
+            if failure:
+                self.failures.append(failure)
+            self._changed.notify_all()
+
+    def wait_block(self, index: int, timeout_s: Seconds) -> bool:
+        """Waits until a block is staged; False if staging failed or took longer."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._staged_blocks > index or self._is_staged, timeout_s)
+            return self._staged_blocks > index
+
+    def wait_staged(self, timeout_s: Seconds) -> bool:
+        """Waits until the local copy is complete or has failed; False if that took longer."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._is_staged, timeout_s)
+
+    def wait_settled(self, timeout_s: Seconds) -> bool:
+        """Waits until all copies are in place or have failed; False if that took longer."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.is_settled, timeout_s)
+
+    def give_up(self, failure: str) -> None:
+        """Settles it as failed, whatever its threads still do."""
+        with self._changed:
+            self._is_given_up = True
+            self.failures.append(failure)
+            self._changed.notify_all()
+
+    @property
+    def is_settled(self) -> bool:
+        return self._is_given_up or (self._is_staged and self._open_links == 0)
+
+    @property
+    def is_complete(self) -> bool:
+        return self.is_settled and not self.failures
+
+
+class Executor:
+    """The threads of one rank; a save is handed in by the training thread once the one before has settled."""
+
+    def __init__(
+        self,
+        store: NodeStore,
+        owner: int,
+        attempt: int,
+        stager: Stager,
+        links: Sequence[ReplicaLink],
+        timeout_s: Seconds,
+    ) -> None:
+        self.staged_bytes: Bytes = 0
+        self.events: list[ChunkEvent] = []
+        self._store, self._owner, self._attempt = store, owner, attempt
+        self._stager, self._links, self._timeout_s = stager, links, timeout_s
+        self._to_stage: SimpleQueue[Save | None] = SimpleQueue()
+        self._to_send: list[SimpleQueue[Save | None]] = [SimpleQueue() for _ in links]
+        self._threads = [threading.Thread(target=self._stage_loop, name="capricorn-stage", daemon=True)]
+        for link, queue in zip(links, self._to_send, strict=True):
+            name = f"capricorn-send-{link.host}"
+            self._threads.append(threading.Thread(target=self._send_loop, args=(link, queue), name=name, daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def sent_bytes(self) -> Bytes:
+        """Payload handed to the network so far."""
+        return sum(link.sent_bytes for link in self._links)
+
+    def start(self, iteration: int, keep: int, plan: Plan) -> Save:
+        """Begins a checkpoint of the live state, which must stay as it is until `wait_staged`."""
+        save = Save(iteration, keep, plan, len(self._links))
+        self._stager.mark()
+        self._to_stage.put(save)
+        return save
+
+    def resend(self, iteration: int, plan: Plan, hosts: Sequence[int]) -> Save:
+        """Sends a copy that is complete here to hosts that have lost theirs."""
+        save = Save(iteration, iteration, plan, len(hosts))
+        save.slot = self._store.read(self._owner, iteration)
+        assert save.slot is not None
+        save.advance(save.slot.layout.num_blocks)
+        save.finish_staging()
+        for link, queue in zip(self._links, self._to_send, strict=True):
+            if link.host in hosts:
+                queue.put(save)
+        return save
+
+    def settle(self, save: Save) -> None:
+        """Waits until all copies of a save are in place or have failed; those that are late by then have failed."""
+        if not save.wait_settled(self._timeout_s):
+            late = "replicas were not acknowledged within " + format_seconds(self._timeout_s)
+            for link in self._links:
+                link.close()
+            save.give_up(late)
+
+    def take_events(self) -> list[ChunkEvent]:
+        """Transfers finished since the last call."""
+        taken, self.events = self.events, []
+        return taken
+
+    def close(self) -> None:
+        """Lets a running staging finish (its state is still constant), ends everything else."""
+        self._to_stage.put(None)
+        self._threads[0].join(self._timeout_s)
+        for link, queue in zip(self._links, self._to_send, strict=True):
+            link.close()
+            queue.put(None)
+        for thread in self._threads[1:]:
+            thread.join(self._timeout_s)
+        self._stager.close()
+
+    def _stage_loop(self) -> None:
+        while (save := self._to_stage.get()) is not None:
+            try:
+                self._stage(save)
+                save.finish_staging()
+            except (CapricornError, OSError, RuntimeError) as error:
+                save.finish_staging(f"staging: {error}")
+
+    def _stage(self, save: Save) -> None:
+        begin_s = time.perf_counter()
+        slot = save.slot = self._store.begin(self._owner, save.iteration, save.keep, self._attempt)
+        for queue in self._to_send:
+            queue.put(save)
+        for index in self._stager.copy(slot):
+            slot.table[index] = checksum(slot.payload[slot.layout.block(index)])
+            save.advance(index + 1)
+        self._store.commit(slot)
+        self.staged_bytes += slot.layout.payload_bytes
+        self._note("stage", save, begin_s, slot.layout.payload_bytes)
+
+    def _send_loop(self, link: ReplicaLink, queue: SimpleQueue[Save | None]) -> None:
+        while (save := queue.get()) is not None:
+            try:
+                self._send(link, save)
+                save.finish_link()
+            except CapricornError as error:
+                link.close()
+                save.finish_link(str(error))
+
+    def _send(self, link: ReplicaLink, save: Save) -> None:
+        slot = save.slot
+        assert slot is not None
+        link.begin(save.iteration, save.keep)
+        size = slot.layout.block_bytes
+        for chunk in save.plan.chunks:
+            begin_s = time.perf_counter()
+            for index in range(chunk.offset // size, -(-(chunk.offset + chunk.num_bytes) // size)):
+                if not save.wait_block(index, self._timeout_s):
+                    raise StoreError(f"iteration {save.iteration} was not staged")
+                link.send_block(save.iteration, index, slot.payload[slot.layout.block(index)], slot.table[index])
+            self._note("send", save, begin_s, chunk.num_bytes)
+        link.commit(save.iteration)
+
+    def _note(self, kind: str, save: Save, begin_s: Seconds, num_bytes: int) -> None:
+        self.events.append(ChunkEvent(kind, save.iteration, begin_s, time.perf_counter(), num_bytes))

@@ -1,0 +1,142 @@
+"""Recovery: all ranks agree on the newest iteration that survives, fetch what they lost, and verify before they load.
+
+Nothing live is touched until every rank holds a verified copy of the same iteration.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from capricorn.errors import NoCompleteCheckpointError, TransportError
+from capricorn.runtime.exchange import maximum
+from capricorn.runtime.store import NodeStore
+from capricorn.runtime.transport import ReplicaLink
+from capricorn.sizing import NUM_SLOTS
+from capricorn.units import Seconds
+
+Survivors = Mapping[int, Mapping[int, Sequence[int]]]
+"""Iteration -> owner -> ranks that have a complete copy of it, the owner itself first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What all ranks settled on, and how long it took here."""
+
+    iteration: int
+    sources: list[int]
+    """By owner: the rank its state came from."""
+    holders: Survivors
+    damaged: list[str]
+    agree_s: Seconds
+    fetch_s: Seconds
+
+
+def newest_common(survivors: Survivors, world_size: int) -> int | None:
+    """Newest iteration of which every owner has a copy somewhere."""
+    common = [iteration for iteration, owners in survivors.items() if len(owners) == world_size]
+    return max(common, default=None)
+
+
+class Recovery:
+    """Finds and fetches the newest iteration that all owners still have; collective."""
+
+    def __init__(
+        self,
+        rank: int,
+        group: dist.ProcessGroup,
+        store: NodeStore,
+        owners: Iterable[int],
+        links: Sequence[ReplicaLink],
+        attempt: int,
+    ) -> None:
+        """`owners` are those whose copies this rank answers for: itself, then the ones it hosts."""
+        self._rank, self._group, self._store = rank, group, store
+        self._owners, self._attempt = list(owners), attempt
+        self._links = {link.host: link for link in links}
+        self._world_size = dist.get_world_size(group)
+        self._refused: set[tuple[int, int, int]] = set()  # (holder, owner, iteration) found damaged, by all ranks
+
+    def run(self) -> Agreement:
+        """Leaves a verified copy of the agreed iteration in this rank's own slots.
+
+        Raises:
+            NoCompleteCheckpointError: no iteration survives on every owner.
+        """
+        agree_s = fetch_s = 0.0
+        damaged: list[str] = []
+        while True:
+            begin_s = time.perf_counter()
+            survivors = self._survey()
+            iteration = newest_common(survivors, self._world_size)
+            agree_s += time.perf_counter() - begin_s
+            if iteration is None:
+                raise NoCompleteCheckpointError(self._describe(survivors, damaged))
+            sources = [survivors[iteration][owner][0] for owner in range(self._world_size)]
+            begin_s = time.perf_counter()
+            failure = self._obtain(iteration, sources[self._rank])
+            newly_refused = self._exchange_refusals(iteration, sources, failed=failure is not None)
+            fetch_s += time.perf_counter() - begin_s
+            if not newly_refused:
+                return Agreement(iteration, sources, survivors, damaged, agree_s, fetch_s)
+            damaged += [f"rank {o}'s copy of iteration {i} on rank {h}" for h, o, i in sorted(newly_refused)]
+
+    def _survey(self) -> Survivors:
+        """Who has what, from all ranks, less what proved damaged."""
+        width = NUM_SLOTS * maximum(self._group, len(self._owners))
+        mine = torch.full((width, 2), -1, dtype=torch.int64)
+        copies = [(owner, i) for owner in self._owners for i in self._store.iterations(owner)]
+        for row, copy in enumerate(copies):
+            mine[row] = torch.tensor(copy)
+        everyone = [torch.empty_like(mine) for _ in range(self._world_size)]
+        dist.all_gather(everyone, mine, group=self._group)
+        survivors: dict[int, dict[int, list[int]]] = {}
+        for holder, table in enumerate(everyone):
+            for owner, iteration in table.tolist():
+                if owner >= 0 and (holder, owner, iteration) not in self._refused:
+                    survivors.setdefault(iteration, {}).setdefault(owner, []).append(holder)
+        for owners in survivors.values():
+            for owner, holders in owners.items():
+                holders.sort(key=lambda holder: (holder != owner, holder))
+        return survivors
+
+    def _obtain(self, iteration: int, source: int) -> str | None:
+        """Makes sure that a verified copy of mine is in my slots; what was wrong with it otherwise."""
+        if source == self._rank:
+            slot = self._store.read(self._rank, iteration)
+            assert slot is not None
+            return None if slot.damaged_block() is None else "damaged"
+        slot = self._store.begin(self._rank, iteration, keep=0, attempt=self._attempt)
+        try:
+            self._links[source].fetch(iteration, slot)
+        except TransportError as error:
+            slot.abort()
+            return str(error)
+        return None
+
+    def _exchange_refusals(self, iteration: int, sources: list[int], *, failed: bool) -> set[tuple[int, int, int]]:
+        verdicts = torch.zeros(self._world_size, dtype=torch.int64)
+        verdicts[self._rank] = int(failed)
+        dist.all_reduce(verdicts, group=self._group)
+        bad = {(sources[owner], owner, iteration) for owner in range(self._world_size) if verdicts[owner]}
+        self._refused |= bad
+        for holder, owner, _ in bad:
+            if holder == self._rank and (slot := self._store.read(owner, iteration)) is not None:
+                slot.abort()
+        return bad
+
+    def _describe(self, survivors: Survivors, damaged: Sequence[str]) -> str:
+        if not survivors:
+            return "no complete checkpoint survives on any rank" + _also(damaged)
+        newest = max(survivors)
+        lost = sorted(set(range(self._world_size)) - set(survivors[newest]))
+        ranks = ", ".join(map(str, lost))
+        return f"no iteration survives on all ranks: of the newest, {newest}, rank {ranks} has no copy" + _also(damaged)
+
+
+def _also(damaged: Sequence[str]) -> str:
+    return f"; damaged: {', '.join(damaged)}" if damaged else ""

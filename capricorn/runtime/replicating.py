@@ -1,0 +1,216 @@
+"""The replicating system: every checkpoint is staged into a local slot and sent from there to peer nodes.
+
+It puts the machinery together; what is sent when is the planner's decision. Registered as `capricorn`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+from capricorn.errors import CapricornError, StoreError
+from capricorn.hooks import OpKey
+from capricorn.planner.placement import hosts_of, owners_on
+from capricorn.planner.plan import Planner, StreamPlanner
+from capricorn.runtime.completion import Completion
+from capricorn.runtime.exchange import barrier, gather_addresses, gather_layouts, share_secret
+from capricorn.runtime.executor import Executor
+from capricorn.runtime.recovery import Recovery
+from capricorn.runtime.slot import Layout
+from capricorn.runtime.staging import make_stager, payload_of
+from capricorn.runtime.state import FlatState
+from capricorn.runtime.store import NodeStore
+from capricorn.runtime.transport import ReplicaHost, ReplicaLink
+from capricorn.runtime.wire import Identity
+from capricorn.system import CheckpointSystem, ChunkEvent, Counters, JobContext, RestoreReport
+from capricorn.units import Seconds
+
+
+class ReplicatingSystem(CheckpointSystem):
+    """Checkpoints into the memory of this node and of its peers.
+
+    The update waits for the local copy alone, which is made while the next iteration computes. One save is on its way
+    at a time; the next starts once it has settled on all ranks, which is learned from a reduction of two integers per
+    iteration. Source: Capricorn, CLUSTER 2025 (what is checkpointed and where); the staged path is ours.
+    """
+
+    name: ClassVar[str] = "capricorn"
+
+    def __init__(self) -> None:
+        self._counters = Counters()
+        self._host: ReplicaHost | None = None
+        self._links: list[ReplicaLink] = []
+        self._executor: Executor | None = None
+        self._store: NodeStore | None = None
+        self._waiting: int | None = None
+        """An iteration whose save cannot start yet, since the one before has not settled."""
+        self._is_clean = False
+        """Whether copies of an abandoned future are gone from the stores."""
+
+    def attach(self, job: JobContext, state: FlatState) -> None:  # type: ignore[override]
+        self._job, self._state, self._timeout_s = job, state, job.config.timeout_s
+        self._store = store = NodeStore.open(job.store_dir)
+        hosts, owners = self._peers(hosts_of), self._peers(owners_on)
+        layouts = gather_layouts(job.control_group, Layout(state.num_bytes, job.config.block_bytes, state.digest))
+        slots = store.host(job.rank, layouts[job.rank])
+        for owner in owners:
+            store.host(owner, layouts[owner])
+        me = Identity(job.run_id, job.attempt, share_secret(job.control_group))
+        self._host = ReplicaHost(me, job.rank, job.address, store, timeout_s=self._timeout_s)
+        self._host.start({owner: layouts[owner] for owner in owners})
+        addresses = gather_addresses(job.control_group, self._host.address)
+        self._connect(me, {host: addresses[host] for host in hosts})
+        stager = make_stager(state, slots, job.device)
+        self._executor = Executor(store, job.rank, job.attempt, stager, self._links, self._timeout_s)
+        self._completion = Completion(job.control_group)
+        self._planner: Planner = StreamPlanner(state.num_bytes, job.config.block_bytes)
+        self._recovery = Recovery(job.rank, job.control_group, store, [job.rank, *owners], self._links, job.attempt)
+
+    def before_update(self, iteration: int) -> None:
+        if self._waiting is not None:
+            self._settle()
+            self._start(self._waiting)
+        save = self._completion.pending
+        if save is not None:
+            if not save.wait_staged(self._timeout_s):
+                raise StoreError(f"rank {self._job.rank}: iteration {save.iteration} is still not staged")
+            self._completion.ask()
+
+    def after_update(self, iteration: int) -> None:
+        is_free = self._learn()
+        if self._job.config.every == 0 or iteration % self._job.config.every:
+            return
+        self._forget_after(0)
+        self._state.capture()
+        if is_free:
+            self._start(iteration)
+        else:
+            self._waiting = iteration
+            self._completion.ask()
+
+    def on_op_end(self, op: OpKey) -> None:
+        # The save before is late: ask again at every combine, so that the next starts as soon as that one has settled.
+        if self._waiting is not None and op.kind == "combine":
+            if self._learn():
+                self._start(self._waiting)
+            else:
+                self._completion.ask()
+
+    def latest_complete(self) -> int | None:
+        return self._completion.latest or None
+
+    def drain(self, timeout_s: Seconds) -> None:
+        self._settle()
+        if self._waiting is not None:
+            self._start(self._waiting)
+            self._settle()
+        if self._counters.failed_saves:
+            raise CapricornError(
+                f"{self._counters.failed_saves} saves failed on rank {self._job.rank}, "
+                f"the last one: {self._counters.last_failure}"
+            )
+
+    def restore(self) -> RestoreReport:
+        found = self._recovery.run()
+        begin_s = time.perf_counter()
+        assert self._store is not None
+        slot = self._store.read(self._job.rank, found.iteration)
+        assert slot is not None
+        self._state.load(payload_of(slot))
+        self._state.publish()
+        self._forget_after(found.iteration)
+        self._completion.latest = found.iteration
+        self._replace_lost(found.iteration, found.holders[found.iteration][self._job.rank])
+        sources = ["local" if source == owner else "peer" for owner, source in enumerate(found.sources)]
+        load_s = time.perf_counter() - begin_s
+        return RestoreReport(found.iteration, sources, found.agree_s, found.fetch_s, load_s, found.damaged)
+
+    def close(self) -> None:
+        if self._executor is not None:
+            self._executor.close()
+        for link in self._links:
+            link.close()
+        if self._host is not None:
+            self._host.close()
+        if self._store is not None:
+            self._store.close()
+        self._links = []
+        self._executor = self._host = self._store = None
+
+    def counters(self) -> Counters:
+        if self._executor is not None:
+            self._counters.staged_bytes = self._executor.staged_bytes
+            self._counters.sent_bytes = self._executor.sent_bytes
+        return self._counters
+
+    def take_completed(self) -> list[int]:
+        taken, self._completion.completed = self._completion.completed, []
+        return taken
+
+    def take_events(self) -> list[ChunkEvent]:
+        return self._executor.take_events() if self._executor is not None else []
+
+    def _peers(self, nodes_of: Callable[[int, int, int], list[int]]) -> list[int]:
+        """Ranks that stand where we stand on other nodes."""
+        topology = self._job.topology
+        node, local_rank = topology.node_of(self._job.rank), topology.local_rank_of(self._job.rank)
+        nodes = nodes_of(node, topology.num_nodes, self._job.config.replicas)
+        return [topology.ranks_of(node)[local_rank] for node in nodes]
+
+    def _connect(self, me: Identity, addresses: dict[int, tuple[str, int]]) -> None:
+        assert self._store is not None
+        manifest, config = json.dumps(self._state.manifest()), self._job.config
+        self._store.write_manifest(self._job.rank, manifest)
+        for host, address in addresses.items():
+            link = ReplicaLink(
+                me,
+                self._job.rank,
+                host,
+                address,
+                timeout_s=self._timeout_s,
+                low_class=config.low_class,
+                send_buffer_bytes=config.send_buffer_bytes,
+            )
+            link.connect(manifest)
+            self._links.append(link)
+
+    def _start(self, iteration: int) -> None:
+        assert self._executor is not None
+        self._waiting = None
+        save = self._executor.start(iteration, self._completion.latest, self._planner.plan(iteration))
+        self._completion.expect(save)
+
+    def _learn(self) -> bool:
+        """Takes what the last reduction said; whether no save is on its way any more."""
+        save = self._completion.pending
+        is_free = self._completion.learn()
+        if is_free and save is not None and save.failures:
+            self._counters.failed_saves += 1
+            self._counters.last_failure = f"iteration {save.iteration}: {save.failures[0]}"
+        return is_free
+
+    def _settle(self) -> None:
+        """Blocks until no save is on its way on any rank; each rank waits for its own, so one reduction is enough."""
+        if self._learn():
+            return
+        assert self._executor is not None
+        assert self._completion.pending is not None
+        self._executor.settle(self._completion.pending)
+        self._completion.ask()
+        self._learn()
+
+    def _forget_after(self, iteration: int) -> None:
+        """Once, before the first save: empties what an abandoned attempt has left of later iterations."""
+        if not self._is_clean:
+            assert self._store is not None
+            self._store.forget_after(iteration)
+            barrier(self._job.control_group)  # or a faster owner's new copy could be taken for an old one
+            self._is_clean = True
+
+    def _replace_lost(self, iteration: int, holders: Sequence[int]) -> None:
+        """Sends the restored state to hosts that have lost it, so that the next failure finds all replicas again."""
+        assert self._executor is not None
+        lost = [link.host for link in self._links if link.host not in holders]
+        self._completion.expect(self._executor.resend(iteration, self._planner.plan(iteration), lost))

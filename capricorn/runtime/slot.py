@@ -1,0 +1,211 @@
+"""One slot of the memory store: a file on tmpfs that holds one owner's state of one iteration, mapped into memory.
+
+A slot is a header page (with a checksum of its own), a table of one xxh3 checksum per block, and the payload. Its state
+goes EMPTY -> WRITING -> COMPLETE, and a header torn by a kill reads as damaged, never as complete.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import struct
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final, Self
+
+import xxhash
+
+from capricorn.errors import StoreError
+from capricorn.units import Bytes, format_bytes
+
+PAGE: Final = 4096
+EMPTY, WRITING, COMPLETE = "empty", "writing", "complete"
+_STATES = (EMPTY, WRITING, COMPLETE)
+_MAGIC, _VERSION = b"CAPRSLOT", 1
+_FIELDS = struct.Struct("<8sIIIIQQQQQ")
+_CHECKSUM = struct.Struct("<Q")
+_MADV_POPULATE_WRITE = 23  # not named by the mmap module of Python 3.11
+
+
+def checksum(data: memoryview | bytes) -> int:
+    """64-bit xxh3; releases the GIL on large inputs, so it may run on a thread beside training."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Sizes of a slot; equal for all copies of one owner."""
+
+    payload_bytes: Bytes
+    block_bytes: Bytes
+    digest: int
+    """Digest of the state's layout, see `ShardState.digest`."""
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.payload_bytes // self.block_bytes)
+
+    @property
+    def payload_offset(self) -> Bytes:
+        table_bytes = 8 * self.num_blocks
+        return PAGE + -(-table_bytes // PAGE) * PAGE
+
+    @property
+    def file_bytes(self) -> Bytes:
+        return self.payload_offset + -(-self.payload_bytes // PAGE) * PAGE
+
+    def block(self, index: int) -> slice:
+        """Range of the payload that block `index` covers."""
+        start = index * self.block_bytes
+        return slice(start, min(start + self.block_bytes, self.payload_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a slot says of itself."""
+
+    state: str
+    owner: int
+    attempt: int
+    iteration: int
+    layout: Layout
+    table_checksum: int = 0
+
+    def pack(self) -> bytes:
+        fields = _FIELDS.pack(
+            _MAGIC, _VERSION, _STATES.index(self.state), self.owner, self.attempt, self.iteration,
+            self.layout.payload_bytes, self.layout.block_bytes, self.layout.digest, self.table_checksum,
+        )  # fmt: skip
+        return fields + _CHECKSUM.pack(checksum(fields))
+
+    @classmethod
+    def unpack(cls, page: bytes) -> Self | None:
+        """The header in a page, or None if it is damaged or foreign."""
+        fields = page[: _FIELDS.size]
+        tail = page[_FIELDS.size : _FIELDS.size + _CHECKSUM.size]
+        if len(tail) < _CHECKSUM.size or _CHECKSUM.unpack(tail)[0] != checksum(fields):
+            return None
+        magic, version, state, owner, attempt, iteration, payload, block, digest, table = _FIELDS.unpack(fields)
+        if magic != _MAGIC or version != _VERSION or state >= len(_STATES) or block == 0:
+            return None
+        return cls(_STATES[state], owner, attempt, iteration, Layout(payload, block, digest), table)
+
+
+def read_header(path: Path) -> Header | None:
+    """The header of a slot file, or None if it is damaged.
+
+    Raises:
+        StoreError: the file cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            return Header.unpack(file.read(PAGE))
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error.strerror}") from None
+
+
+class Slot:
+    """A slot file mapped for reading and writing; one process writes it at a time.
+
+    Attributes:
+        payload: the state, `layout.payload_bytes` long; written in place, block by block.
+        table: checksum of each block; the writer fills it before `commit`.
+    """
+
+    def __init__(self, path: Path, owner: int, layout: Layout, *, create: bool = True) -> None:
+        """Maps the file, first making it and claiming all its memory if it is not there.
+
+        Raises:
+            StoreError: tmpfs is full, or the file belongs to a state of another layout.
+        """
+        self.path, self.owner, self.layout = path, owner, layout
+        fresh = create and not path.exists()
+        try:
+            fd = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if fresh else 0), 0o600)
+        except OSError as error:
+            raise StoreError(f"cannot open {path}: {error.strerror}") from None
+        try:
+            if fresh:
+                _claim(fd, path, layout.file_bytes)
+            elif os.fstat(fd).st_size != layout.file_bytes:
+                raise StoreError(f"{path} holds a state of another size; remove it with 'capricorn-bench clean'")
+            self._map = mmap.mmap(fd, layout.file_bytes)
+        finally:
+            os.close(fd)
+        if create:
+            _prefault(self._map)
+        view = memoryview(self._map)
+        self.payload = view[layout.payload_offset : layout.payload_offset + layout.payload_bytes]
+        self.table = view[PAGE : PAGE + 8 * layout.num_blocks].cast("Q")
+        if fresh:
+            self._write(Header(EMPTY, owner, 0, 0, layout))
+
+    @property
+    def header(self) -> Header | None:
+        return Header.unpack(self._map[:PAGE])
+
+    def holds(self, iteration: int) -> bool:
+        """Whether it is a complete copy of that iteration, by its header."""
+        header = self.header
+        return header is not None and header.state == COMPLETE and header.iteration == iteration
+
+    def begin(self, iteration: int, attempt: int) -> None:
+        """Gives up what it held and makes ready to be written."""
+        self._write(Header(WRITING, self.owner, attempt, iteration, self.layout))
+
+    def commit(self) -> None:
+        """Declares what was written complete; the table must be filled."""
+        header = self.header
+        assert header is not None
+        assert header.state == WRITING
+        self._write(replace(header, state=COMPLETE, table_checksum=checksum(bytes(self.table))))
+
+    def abort(self) -> None:
+        """Declares it empty."""
+        self._write(Header(EMPTY, self.owner, 0, 0, self.layout))
+
+    def damaged_block(self) -> int | None:
+        """Index of the first block that does not match its checksum (-1 for the table itself), None if all do."""
+        header = self.header
+        if header is None or header.table_checksum != checksum(bytes(self.table)):
+            return -1
+        blocks = range(self.layout.num_blocks)
+        return next((i for i in blocks if checksum(self.payload[self.layout.block(i)]) != self.table[i]), None)
+
+    def close(self) -> None:
+        """Unmaps the file unless a view of it is still in use; then the mapping ends with that view."""
+        self.table.release()
+        try:
+            self.payload.release()
+            self._map.close()
+        except BufferError:
+            return
+
+    def _write(self, header: Header) -> None:
+        packed = header.pack()
+        self._map[: len(packed)] = packed
+
+
+def _claim(fd: int, path: Path, num_bytes: Bytes) -> None:
+    # Without the claim a full tmpfs would end the process by SIGBUS in the middle of training.
+    try:
+        os.posix_fallocate(fd, 0, num_bytes)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        if error.errno != errno.ENOSPC:
+            raise StoreError(f"cannot make {path}: {error.strerror}") from None
+        free = os.statvfs(path.parent)
+        raise StoreError(
+            f"no room for {format_bytes(num_bytes)} in {path.parent}, {format_bytes(free.f_bavail * free.f_frsize)} "
+            "are free; enlarge that tmpfs, use fewer --replicas, or set store.root"
+        ) from None
+
+
+def _prefault(mapping: mmap.mmap) -> None:
+    # The first copy into cold pages costs 3-4 times a warm one, so pages are populated once, before training.
+    try:
+        mapping.madvise(_MADV_POPULATE_WRITE)
+    except OSError:  # kernel older than 5.14
+        for offset in range(0, len(mapping), PAGE):
+            mapping[offset] = mapping[offset]

@@ -1,0 +1,239 @@
+"""The memory store of one node: files on tmpfs, one folder per run and node, that outlive every worker.
+
+Folder: <root>/capricorn-<run>/ with the launcher's lock, and in it node<k>/ with node.json, and for each owner whose
+copies this node keeps owner<r>.json (the layout of its state) and two slots. It needs no daemon and no port.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Self
+
+from capricorn.errors import StoreError
+from capricorn.runtime.slot import COMPLETE, Layout, Slot, read_header
+from capricorn.sizing import NUM_SLOTS
+from capricorn.system import Copy
+from capricorn.topology import Topology
+from capricorn.units import Bytes
+
+RUN_PREFIX: Final = "capricorn-"
+_FORMAT = 1
+_NODE = "node.json"
+
+
+class NodeStore:
+    """One node's copies; implements `MemoryStore`. Each owner's slots have one writer at a time."""
+
+    def __init__(self, folder: Path, run_id: str, node: int) -> None:
+        self.folder, self.run_id, self.node = folder, run_id, node
+        self._slots: dict[int, list[Slot]] = {}
+
+    @classmethod
+    def create(cls, folder: Path, run_id: str, node: int, topology: Topology) -> Self:
+        """Makes the folder of an empty store, readable by its user alone.
+
+        Raises:
+            StoreError: it cannot be made.
+        """
+        facts = {"format": _FORMAT, "run_id": run_id, "node": node, "num_nodes": topology.num_nodes}
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            _write_text(folder / _NODE, json.dumps(facts | {"ranks_per_node": topology.ranks_per_node}))
+        except OSError as error:
+            raise StoreError(f"cannot make the store {folder}: {error.strerror}") from None
+        return cls(folder, run_id, node)
+
+    @classmethod
+    def open(cls, folder: Path) -> Self:
+        """The store in a folder that `create` made.
+
+        Raises:
+            StoreError: there is none, or it is of another format or damaged.
+        """
+        facts = _read_json(folder / _NODE)
+        if facts.get("format") != _FORMAT:
+            raise StoreError(f"{folder} is a store of format {facts.get('format')!r}; this version reads {_FORMAT}")
+        return cls(folder, str(facts["run_id"]), int(facts["node"]))
+
+    def host(self, owner: int, layout: Layout) -> list[Slot]:
+        """The slots for that owner, made if need be; what survives in them is kept.
+
+        Raises:
+            StoreError: there is no room, or they hold a state of another layout.
+        """
+        if owner not in self._slots:
+            paths = [self.folder / f"owner{owner}.slot{k}" for k in range(NUM_SLOTS)]
+            self._slots[owner] = [Slot(path, owner, layout) for path in paths]
+        return self._slots[owner]
+
+    def begin(self, owner: int, iteration: int, keep: int, attempt: int = 0) -> Slot:
+        """The slot to write that iteration into: never the one that holds `keep`, the newest complete on all ranks.
+
+        A damaged slot is taken first, then the oldest. Source: Gemini, SOSP'23, section 4 (two buffers a replica).
+        """
+        free = [slot for slot in self._slots[owner] if keep == 0 or not slot.holds(keep)]
+        slot = min(free, key=_age)
+        slot.begin(iteration, attempt)
+        return slot
+
+    def commit(self, copy: Slot) -> None:
+        copy.commit()
+
+    def abort(self, copy: Slot) -> None:
+        copy.abort()
+
+    def read(self, owner: int, iteration: int) -> Slot | None:
+        """The slot that is a complete copy of that iteration, by its header; None if there is none."""
+        return next((slot for slot in self._slots.get(owner, []) if slot.holds(iteration)), None)
+
+    def iterations(self, owner: int) -> list[int]:
+        """Iterations of which a hosted owner has a complete copy here, by their headers."""
+        headers = (slot.header for slot in self._slots[owner])
+        return [h.iteration for h in headers if h is not None and h.state == COMPLETE]
+
+    def forget_after(self, iteration: int) -> None:
+        """Empties the hosted copies of later iterations: after a rollback they belong to an abandoned future."""
+        for slots in self._slots.values():
+            for slot in slots:
+                header = slot.header
+                if header is None or header.iteration > iteration:
+                    slot.abort()
+
+    def write_manifest(self, owner: int, manifest: str) -> None:
+        """Keeps the layout of an owner's state beside its copies."""
+        _write_text(self.folder / f"owner{owner}.json", manifest)
+
+    def inventory(self) -> list[Copy]:
+        """Every slot in the folder, from its header alone."""
+        copies = []
+        for path in sorted(self.folder.glob("owner*.slot*")):
+            owner = int(path.name.removeprefix("owner").partition(".")[0])
+            header = read_header(path)
+            if header is None or path.stat().st_size != header.layout.file_bytes:
+                copies.append(Copy(owner, 0, "damaged", path))
+            else:
+                size = header.layout.payload_bytes
+                copies.append(Copy(owner, header.iteration, header.state, path, size, header.attempt))
+        return copies
+
+    def verify(self, copy: Copy) -> bool:
+        """Whether every block of a complete copy matches its checksum."""
+        header = read_header(copy.path)
+        if header is None or header.state != COMPLETE or copy.path.stat().st_size != header.layout.file_bytes:
+            return False
+        slot = Slot(copy.path, copy.owner, header.layout, create=False)
+        try:
+            return slot.damaged_block() is None
+        finally:
+            slot.close()
+
+    def close(self) -> None:
+        """Unmaps the slots; the files stay."""
+        for slots in self._slots.values():
+            for slot in slots:
+                slot.close()
+        self._slots.clear()
+
+
+def _age(slot: Slot) -> tuple[bool, int]:
+    header = slot.header
+    complete = header is not None and header.state == COMPLETE
+    return complete, header.iteration if header is not None else 0
+
+
+@dataclass(frozen=True, slots=True)
+class StoreFolder:
+    """The folder of one run on this machine."""
+
+    path: Path
+    run_id: str
+    live: bool
+    """Whether its launcher still holds the lock."""
+    nodes: tuple[Path, ...]
+    num_bytes: Bytes
+
+
+class RunLock:
+    """The folder of a run and the lock that tells it from a leftover, held until `release`; flock ends with us."""
+
+    def __init__(self, root: Path, run_id: str) -> None:
+        """Makes and locks the folder.
+
+        Raises:
+            StoreError: the root cannot be written, or the run exists already.
+        """
+        self.folder = root / (RUN_PREFIX + run_id)
+        try:
+            self.folder.mkdir(mode=0o700)
+            self._fd = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise StoreError(f"cannot make the store {self.folder}: {error.strerror}; set store.root") from None
+
+    def release(self, *, keep: bool) -> None:
+        """Removes the folder, unless it is to be kept, and gives up the lock."""
+        if not keep:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self._fd)
+
+
+def find_stores(root: Path) -> list[StoreFolder]:
+    """The stores of all runs below a root, live or left over, sorted by name."""
+    return [_describe(path) for path in sorted(root.glob(RUN_PREFIX + "*")) if path.is_dir()]
+
+
+def remove_store(folder: StoreFolder) -> None:
+    """Removes a leftover.
+
+    Raises:
+        StoreError: its run is alive.
+    """
+    if _is_locked(folder.path / "lock"):
+        raise StoreError(f"{folder.path} belongs to a live run; stop it first")
+    shutil.rmtree(folder.path)
+
+
+def _describe(path: Path) -> StoreFolder:
+    files = [file for file in path.rglob("*") if file.is_file()]
+    nodes = tuple(sorted(node for node in path.glob("node*") if node.is_dir()))
+    blocks = sum(file.stat().st_blocks for file in files)
+    return StoreFolder(path, path.name.removeprefix(RUN_PREFIX), _is_locked(path / "lock"), nodes, 512 * blocks)
+
+
+def _is_locked(lock: Path) -> bool:
+    try:
+        fd = os.open(lock, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def _write_text(path: Path, text: str) -> None:
+    temporary = path.with_suffix(".tmp")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(fd, "w", encoding="utf-8") as file:
+        file.write(text)
+    temporary.replace(path)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise StoreError(f"{path.parent} is not a memory store: cannot read {path.name}: {error.strerror}") from None
+    except ValueError:
+        raise StoreError(f"{path} is damaged: it is not JSON") from None
+    if not isinstance(data, dict):
+        raise StoreError(f"{path} is damaged: it is not a table")
+    return data

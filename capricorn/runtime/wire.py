@@ -1,0 +1,178 @@
+"""What travels between nodes: a mutual handshake, then fixed-size frames, some followed by one block of payload.
+
+Nothing is unpickled and no size is believed before it is checked. Knows sockets, but no store and no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import socket
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Final
+
+from capricorn.errors import TransportError
+from capricorn.runtime.slot import checksum
+from capricorn.units import Bytes, Seconds
+
+LOW_CLASS_TOS: Final = 0x20
+"""DSCP CS1, the scavenger class. Source: RFC 3662, RFC 8622."""
+MANIFEST_LIMIT: Final = 64 << 20
+_MAGIC = b"CPRN"
+_VERSION = 1
+_NONCE = 16
+_MAC = hashlib.sha256().digest_size
+_HELLO = struct.Struct(f"<4sHIII32s{_NONCE}s")
+_FRAME = struct.Struct("<HIQQQ")
+_CHECK = struct.Struct("<Q")
+FRAME_BYTES: Final = _FRAME.size + _CHECK.size
+
+
+class Kind(IntEnum):
+    """What a frame says."""
+
+    MANIFEST = 1  # size: bytes of JSON that follow
+    BEGIN = 2  # iteration; size: newest complete iteration, to be kept
+    BLOCK = 3  # index, size and checksum of the payload that follows
+    COMMIT = 4  # iteration: all blocks were sent; answered by DONE or FAILED
+    FETCH = 5  # iteration: send me my copy of it; answered by blocks and COMMIT, or FAILED
+    DONE = 6
+    FAILED = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One message; what its numbers mean is said at its kind."""
+
+    kind: Kind
+    iteration: int = 0
+    index: int = 0
+    size: Bytes = 0
+    check: int = 0
+
+    def pack(self) -> bytes:
+        fields = _FRAME.pack(self.kind, self.index, self.iteration, self.size, self.check)
+        return fields + _CHECK.pack(checksum(fields))
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Frame:
+        """The frame in these bytes.
+
+        Raises:
+            TransportError: they are none, or were damaged on the way.
+        """
+        fields = data[: _FRAME.size]
+        if _CHECK.unpack(data[_FRAME.size :])[0] != checksum(fields):
+            raise TransportError("a frame arrived damaged; the connection is given up")
+        kind, index, iteration, size, check = _FRAME.unpack(fields)
+        try:
+            return cls(Kind(kind), iteration, index, size, check)
+        except ValueError:
+            raise TransportError(f"a frame of unknown kind {kind} arrived; the connection is given up") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who speaks with whom, in which run and attempt; a peer that says otherwise is refused."""
+
+    run_id: str
+    attempt: int
+    secret: bytes
+    """Drawn anew in every attempt and never sent."""
+
+    def hello(self, owner: int, host: int, nonce: bytes) -> bytes:
+        run = hashlib.sha256(self.run_id.encode()).digest()
+        return _HELLO.pack(_MAGIC, _VERSION, self.attempt, owner, host, run, nonce)
+
+    def mac(self, role: bytes, *parts: bytes) -> bytes:
+        return hmac.digest(self.secret, role + b"".join(parts), "sha256")
+
+
+def greet(sock: socket.socket, me: Identity, owner: int, host: int) -> None:
+    """The connecting side of the handshake.
+
+    Raises:
+        TransportError: the other side refused us or could not prove that it knows the secret.
+    """
+    nonce = os.urandom(_NONCE)
+    challenge = receive(sock, _NONCE)
+    hello = me.hello(owner, host, nonce)
+    sock.sendall(hello + me.mac(b"owner", challenge, hello))
+    if not hmac.compare_digest(receive(sock, _MAC), me.mac(b"host", nonce, hello)):
+        raise TransportError(f"rank {host} could not prove that it belongs to run {me.run_id}")
+
+
+def welcome(sock: socket.socket, me: Identity, host: int) -> int:
+    """The accepting side of the handshake; yields the owner that connected.
+
+    Raises:
+        TransportError: it is a stranger, of another run, of an older attempt, or meant another rank.
+    """
+    challenge = os.urandom(_NONCE)
+    sock.sendall(challenge)
+    message = receive(sock, _HELLO.size + _MAC)
+    hello, proof = message[: _HELLO.size], message[_HELLO.size :]
+    magic, version, attempt, owner, to, _, nonce = _HELLO.unpack(hello)
+    if magic != _MAGIC or version != _VERSION:
+        raise TransportError("a stranger connected and was refused")
+    if not hmac.compare_digest(proof, me.mac(b"owner", challenge, hello)) or hello != me.hello(owner, host, nonce):
+        raise TransportError(f"a connection for rank {to}, attempt {attempt}, was refused: not of this run and attempt")
+    sock.sendall(me.mac(b"host", nonce, hello))
+    return int(owner)
+
+
+def set_deadline(sock: socket.socket, timeout_s: Seconds) -> None:
+    """Bounds every later send and receive of a blocking socket, in the kernel, without a poll before each call."""
+    whole = int(timeout_s)
+    value = struct.pack("ll", whole, int((timeout_s - whole) * 1e6))
+    sock.settimeout(None)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+
+
+def receive(sock: socket.socket, num_bytes: int) -> bytes:
+    """Exactly that many bytes.
+
+    Raises:
+        TransportError: the connection ended or the deadline passed first.
+    """
+    data = bytearray(num_bytes)
+    receive_into(sock, memoryview(data))
+    return bytes(data)
+
+
+def receive_into(sock: socket.socket, place: memoryview) -> None:
+    """Fills `place`, in as few system calls as the kernel allows.
+
+    Raises:
+        TransportError: the connection ended or the deadline passed first.
+    """
+    filled = 0
+    while filled < len(place):
+        try:
+            count = sock.recv_into(place[filled:], 0, socket.MSG_WAITALL)
+        except BlockingIOError:
+            raise TransportError("no data came before the deadline") from None
+        except OSError as error:
+            raise TransportError(f"the connection broke: {error.strerror}") from None
+        if count == 0:
+            raise TransportError("the connection was closed")
+        filled += count
+
+
+def send(sock: socket.socket, *parts: bytes | memoryview) -> None:
+    """Sends all parts, one after the other.
+
+    Raises:
+        TransportError: the connection ended or the deadline passed first.
+    """
+    try:
+        for part in parts:
+            sock.sendall(part)
+    except BlockingIOError:
+        raise TransportError("data could not be sent before the deadline") from None
+    except OSError as error:
+        raise TransportError(f"the connection broke: {error.strerror}") from None

@@ -1,0 +1,134 @@
+"""`capricorn-bench inspect`: what a run recorded, and what a store holds, is complete, is damaged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import rich_click as click
+
+from capricorn.config import StoreConfig
+from capricorn.errors import ConfigError
+from capricorn.records import RECOVERIES, RUN, RecoverySample, RunRecord, read_run, read_samples
+from capricorn.system import Copy
+
+from .options import json_option
+from .output import console, print_json
+
+if TYPE_CHECKING:
+    from capricorn.runtime.store import NodeStore, StoreFolder
+
+COMPLETE, DAMAGED = "complete", "damaged"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A copy, the node it lies on, and whether its checksums match; None when it is not complete."""
+
+    where: str
+    copy: Copy
+    verified: bool | None
+
+    @property
+    def damaged(self) -> bool:
+        return self.copy.state == DAMAGED or self.verified is False
+
+    def facts(self) -> dict[str, Any]:
+        copy = self.copy
+        return {
+            "owner": copy.owner, "iteration": copy.iteration, "where": self.where, "state": copy.state,
+            "verified": self.verified, "num_bytes": copy.num_bytes,
+        }  # fmt: skip
+
+
+@click.command()
+@click.argument("target")
+@click.option("--root", type=click.Path(path_type=Path), default=StoreConfig().root, show_default=True,
+              help="folder of the stores, as store.root of the run")  # fmt: skip
+@json_option
+def inspect(target: str, root: Path, as_json: bool) -> int:
+    """Show a run folder, or a store in memory: give its folder or its run id."""
+    record, folder = _find_run(target)
+    store = _find_store(record.run_id if record else target, root)
+    if record is None and store is None:
+        raise ConfigError(f"{target} is neither a run folder (with {RUN}) nor a store, nor a run id below {root}")
+    found = _look(store) if store else []
+    iterations = _complete_everywhere(found, store)
+    if as_json:
+        run = {"run": record.model_dump(mode="json")} if record else {}
+        print_json({"iterations": iterations, "copies": [each.facts() for each in found], **run})
+    else:
+        _show(record, folder, store, found, iterations)
+    return 1 if any(each.damaged for each in found) else 0
+
+
+def _find_run(target: str) -> tuple[RunRecord | None, Path]:
+    for folder in (Path(target), Path("results") / target):
+        if (folder / RUN).exists():
+            return read_run(folder), folder
+    return None, Path(target)
+
+
+def _find_store(target: str, root: Path) -> StoreFolder | None:
+    from capricorn.runtime.store import find_stores
+
+    path = Path(target)
+    roots = (root, path.resolve().parent) if path.exists() else (root,)
+    stores = [store for each in roots for store in find_stores(each)]
+    return next((s for s in stores if target == s.run_id or path.resolve() == s.path.resolve()), None)
+
+
+def _look(folder: StoreFolder) -> list[Found]:
+    from capricorn.runtime.store import NodeStore
+
+    return [each for node in folder.nodes for each in _look_at_node(NodeStore.open(node))]
+
+
+def _look_at_node(store: NodeStore) -> list[Found]:
+    return [_verify(store, copy) for copy in store.inventory()]
+
+
+def _verify(store: NodeStore, copy: Copy) -> Found:
+    where = f"node{store.node}"
+    if copy.state != COMPLETE:
+        return Found(where, copy, None)
+    if store.verify(copy):
+        return Found(where, copy, True)
+    # A live run may have begun to overwrite the copy meanwhile, which is no damage.
+    now = next((later for later in store.inventory() if later.path == copy.path), copy)
+    return Found(where, now, False if now == copy else None)
+
+
+def _complete_everywhere(found: Sequence[Found], folder: StoreFolder | None) -> list[int]:
+    """Iterations of which every owner has an undamaged copy somewhere."""
+    owners = set(range(_num_owners(folder))) if folder else set()
+    held = {(each.copy.iteration, each.copy.owner) for each in found if each.verified}
+    iterations = sorted({iteration for iteration, _ in held})
+    return [i for i in iterations if owners and all((i, owner) in held for owner in owners)]
+
+
+def _num_owners(folder: StoreFolder) -> int:
+    """Ranks of the run, as any of its nodes noted them."""
+    for node in folder.nodes:
+        facts = json.loads((node / "node.json").read_text(encoding="utf-8"))
+        return int(facts["num_nodes"]) * int(facts["ranks_per_node"])
+    return 0
+
+
+def _show(
+    record: RunRecord | None, folder: Path, store: StoreFolder | None, found: Sequence[Found], iterations: list[int]
+) -> None:
+    from capricorn.report.tables import copies_table, run_table
+
+    out = console()
+    if record:
+        out.print(run_table(record, list(read_samples(folder / RECOVERIES, RecoverySample))))
+        out.print(f"{folder}", soft_wrap=True)
+    if store:
+        out.print(copies_table([(each.where, each.copy, each.verified) for each in found]))
+        state = "live" if store.live else "left over"
+        out.print(f"{store.path}, {state}", soft_wrap=True)
+        out.print(f"complete on all owners: {', '.join(map(str, iterations)) or 'none'}")

@@ -1,0 +1,76 @@
+"""`capricorn-bench list`: the names that the other commands know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import rich_click as click
+
+from capricorn.config import FAULT_KINDS, load_model
+from capricorn.presets import MODELS
+from capricorn.registry import SYSTEMS
+from capricorn.sizing import STATE_BYTES_PER_PARAM, active_params, total_params
+
+from .options import CLUSTERS, json_option
+from .output import console, print_json
+
+Details: TypeAlias = dict[str, dict[str, Any]]
+
+FAULTS = {
+    "kill": ("kill@rank=R,iteration=I[,op=MOMENT]", "SIGKILL of one rank; its node's store survives"),
+    "kill-all": ("kill-all@iteration=I[,op=MOMENT]", "SIGKILL of every rank; all stores survive"),
+    "node-loss": ("node-loss@node=K,iteration=I[,op=MOMENT]", "a node's ranks, its agent and its store are gone"),
+}
+
+
+@click.command(name="list")
+@click.argument(
+    "what", type=click.Choice(["models", "systems", "clusters", "faults"]), required=False, metavar="[WHAT]"
+)
+@json_option
+def list_names(what: str | None, as_json: bool) -> int:
+    """List WHAT: models, systems, clusters or faults; all of them by default."""
+    found = {kind: _DETAILS[kind]() for kind in ([what] if what else _DETAILS)}
+    if as_json:
+        names = {kind: list(details) for kind, details in found.items()}
+        print_json(names | {"details": {name: facts for details in found.values() for name, facts in details.items()}})
+        return 0
+    from capricorn.report.tables import names_table
+
+    for kind, details in found.items():
+        console().print(names_table(kind, details))
+    return 0
+
+
+def _models() -> Details:
+    return {name: _model(name) for name in MODELS}
+
+
+def _model(name: str) -> dict[str, Any]:
+    model = load_model(name)
+    total = total_params(model)
+    return {
+        "params": total,
+        "active": active_params(model),
+        "state_bytes": STATE_BYTES_PER_PARAM * total,
+        "layers": model.num_layers,
+        "experts": f"{model.num_experts} top-{model.top_k}",
+    }
+
+
+def _systems() -> Details:
+    return {name: {"class": target.replace(":", ".")} for name, target in SYSTEMS.items()}
+
+
+def _clusters() -> Details:
+    return {name: {"what": what} for name, what in CLUSTERS.items()}
+
+
+def _faults() -> Details:
+    return {kind: dict(zip(("spelling", "what"), FAULTS[kind], strict=True)) for kind in FAULT_KINDS}
+
+
+_DETAILS: dict[str, Callable[[], Details]] = {
+    "models": _models, "systems": _systems, "clusters": _clusters, "faults": _faults,
+}  # fmt: skip

@@ -1,0 +1,152 @@
+"""The options that run, compare, faults and doctor share, and the scenario they stand for."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import wraps
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+import rich_click as click
+
+from capricorn.config import (
+    ClusterConfig,
+    FaultSpec,
+    Scenario,
+    build,
+    load_model,
+    override,
+    parse_ckpt,
+)  # fmt: skip
+from capricorn.errors import ConfigError, unknown_name
+from capricorn.registry import check_system
+
+Command: TypeAlias = Callable[..., int]
+T = TypeVar("T")
+
+CLUSTERS = {"local": "failure domains on this machine, one process group each; no emulation"}
+DEFAULT_WARMUP = 5
+DEFAULT_NODES = 2
+DEFAULT_REPLICAS = 2
+
+_AT_LEAST_0, _AT_LEAST_1 = click.IntRange(min=0), click.IntRange(min=1)
+
+_SCENARIO_OPTIONS = (
+    click.option("--model", default="mixtral-small", show_default=True, help="preset or TOML file; see `list models`"),
+    click.option("--ckpt", default="every-iter", show_default=True, help="every-iter, every-N or off"),
+    click.option("--iterations", type=_AT_LEAST_1, default=30, show_default=True, help="iterations to train"),
+    click.option("--warmup", type=_AT_LEAST_0, help="first iterations, left out of the summary  [default: 5]"),
+    click.option("--seed", type=_AT_LEAST_0, default=0, show_default=True, help="of weights, data order and routing"),
+    click.option("--nodes", type=_AT_LEAST_1, help="failure domains on this machine  [default: 2; 1 with one GPU]"),
+    click.option("--ranks-per-node", type=_AT_LEAST_1, help="[default: 1; on CUDA one rank per GPU]"),
+    click.option("--replicas", type=_AT_LEAST_1, help="copies of each shard, one of them local  [default: 2]"),
+    click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True),
+    click.option("--cluster", default="local", show_default=True, help="see `list clusters`"),
+    click.option("--data", default="stdlib", show_default=True, help="text: a file, a folder, or stdlib"),
+    click.option("--nnodes", type=_AT_LEAST_0, default=0, help="real machines, as torchrun's"),
+    click.option("--node-rank", type=_AT_LEAST_0, default=0, help="this machine among them, as torchrun's"),
+    click.option("--rdzv-endpoint", default="", metavar="HOST:PORT", help="as torchrun's"),
+    click.option("--fault", "faults", multiple=True, metavar="KIND@rank=R,iteration=I[,op=...]", help="repeatable"),
+    click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="any config field; repeatable"),
+    click.option("--keep-store", is_flag=True, help="leave the memory store in place after the run"),
+)  # fmt: skip
+_OUTPUT_OPTIONS = (
+    click.option("--repeats", type=_AT_LEAST_1, default=1, show_default=True, help="times to do it all"),
+    click.option("--out", type=click.Path(path_type=Path), default="results", show_default=True, help="folder of runs"),
+    click.option("--json", "as_json", is_flag=True, help="print a JSON summary and nothing else"),
+    click.option("-q", "--quiet", is_flag=True, help="print the verdict only"),
+    click.option("-v", "--verbose", is_flag=True, help="print every iteration, one line each"),
+)  # fmt: skip
+
+system_option = click.option("--system", default="capricorn", show_default=True, help="see `list systems`")
+json_option = click.option("--json", "as_json", is_flag=True, help="print one JSON object and nothing else")
+
+
+def scenario_options(command: Command) -> Command:
+    """Gives a command the options of a scenario; it is called with `scenario` in their place."""
+
+    @wraps(command)
+    def with_scenario(**options: Any) -> int:
+        names = inspect.signature(scenario_from).parameters.keys() & options.keys()
+        scenario = scenario_from(**{name: options.pop(name) for name in names})
+        return command(scenario=scenario, **options)
+
+    return _decorate(with_scenario, _SCENARIO_OPTIONS)
+
+
+def output_options(command: Command) -> Command:
+    """Gives a command `repeats`, `out`, `as_json`, `quiet` and `verbose`."""
+    return _decorate(command, _OUTPUT_OPTIONS)
+
+
+def _decorate(command: Command, options: Sequence[Callable[[Command], Command]]) -> Command:
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def scenario_from(
+    *,
+    model: str = "mixtral-small",
+    ckpt: str = "every-iter",
+    system: str = "capricorn",
+    iterations: int = 30,
+    warmup: int | None = None,
+    seed: int = 0,
+    nodes: int | None = None,
+    ranks_per_node: int | None = None,
+    replicas: int | None = None,
+    device: str = "auto",
+    cluster: str = "local",
+    data: str = "stdlib",
+    nnodes: int = 0,
+    node_rank: int = 0,
+    rdzv_endpoint: str = "",
+    faults: Sequence[str] = (),
+    assignments: Sequence[str] = (),
+    keep_store: bool = False,
+) -> Scenario:
+    """The scenario that the options stand for, resolved and checked as far as it can be without this machine.
+
+    Raises:
+        ConfigError: an option, a name, a path or a key is wrong.
+    """
+    domains = _cluster(cluster, nodes, ranks_per_node, device, nnodes)
+    copies = min(DEFAULT_REPLICAS, domains.nodes) if replicas is None else replicas
+    length = min(DEFAULT_WARMUP, iterations - 1) if warmup is None else warmup
+    parts = {
+        "model": load_model(model),
+        "train": {"iterations": iterations, "warmup": length, "seed": seed},
+        "data": {"path": data},
+        "cluster": domains,
+        "system": {"name": system, "every": parse_ckpt(ckpt), "replicas": copies},
+        "store": {"keep": keep_store},
+        "launch": {"nnodes": nnodes, "node_rank": node_rank, "rdzv_endpoint": rdzv_endpoint},
+        "faults": tuple(map(FaultSpec.parse, faults)),
+    }
+    return _checked(override(build(Scenario, parts, "options"), assignments))
+
+
+def _cluster(name: str, nodes: int | None, ranks_per_node: int | None, device: str, nnodes: int) -> ClusterConfig:
+    """Defaults: two nodes of one rank on the CPU; on CUDA one rank per GPU, split over two nodes if there are two."""
+    from capricorn.harness.machine import num_cuda_devices
+
+    if nnodes and nodes not in (None, nnodes):
+        raise ConfigError(f"--nodes {nodes} contradicts --nnodes {nnodes}: real machines are counted by --nnodes alone")
+    num_devices = 0 if device == "cpu" else num_cuda_devices()
+    count = nnodes or nodes or (1 if num_devices == 1 else DEFAULT_NODES)
+    ranks = ranks_per_node or max(1, num_devices // (1 if nnodes else count))
+    return build(ClusterConfig, {"name": name, "nodes": count, "ranks_per_node": ranks, "device": device}, "options")
+
+
+def _checked(scenario: Scenario) -> Scenario:
+    """The scenario with its device resolved, once the names that no model checks are found to be known."""
+    from capricorn.harness.machine import resolve_device
+
+    check_system(scenario.system.name)
+    if scenario.cluster.name not in CLUSTERS:
+        raise unknown_name("cluster", scenario.cluster.name, CLUSTERS)
+    if scenario.data.path != "stdlib" and not Path(scenario.data.path).exists():
+        raise ConfigError(f"--data {scenario.data.path}: no such file or folder; name one, or stdlib")
+    return resolve_device(scenario)

@@ -1,0 +1,101 @@
+"""`capricorn-bench run`: one system on one model, measured."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import rich_click as click
+
+from capricorn.config import Scenario
+from capricorn.errors import ConfigError
+from capricorn.records import RECOVERIES, RUN, RecoverySample, RunRecord, read_run, read_samples
+from capricorn.sizing import needs_of
+
+from .options import output_options, scenario_options, system_option
+from .output import console, print_json
+
+
+@click.command()
+@system_option
+@scenario_options
+@output_options
+@click.option("--dry-run", is_flag=True, help="print needs, checks and the resolved config, and start nothing")
+def run(scenario: Scenario, repeats: int, out: Path, as_json: bool, quiet: bool, verbose: bool, dry_run: bool) -> int:
+    """Train one model under one system and record what happens in results/<run-id>/."""
+    from capricorn.harness.machine import require
+
+    if dry_run:
+        _show_plan(scenario, as_json)
+    require(scenario)
+    if dry_run:
+        return 0
+    _make_folder(out)
+    folders: list[Path] = []
+    try:
+        _measure(scenario, out, repeats, folders, quiet=quiet or as_json, verbose=verbose)
+    finally:
+        # Also after Ctrl-C or a failure: what was measured is written by then, and is worth showing.
+        records = {folder: read_run(folder) for folder in folders if (folder / RUN).exists()}
+        _show(records, repeats, as_json, quiet)
+    return 0 if all(record.verdict == "ok" for record in records.values()) else 1
+
+
+def _measure(scenario: Scenario, out: Path, repeats: int, folders: list[Path], *, quiet: bool, verbose: bool) -> None:
+    """Runs the scenario `repeats` times; the folder of each run is added to `folders` as it starts."""
+    from capricorn.harness.launcher import launch
+
+    from .display import watching
+
+    for _ in range(repeats):
+        with watching(folders, quiet=quiet, verbose=verbose) as listener:
+            launch(scenario, out, listener)
+
+
+def _make_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {out}: cannot make the folder: {error.strerror}") from None
+
+
+def _show(records: dict[Path, RunRecord], repeats: int, as_json: bool, quiet: bool) -> None:
+    if as_json:
+        runs = [record.model_dump(mode="json") for record in records.values()]
+        print_json({"runs": runs} if repeats > 1 else runs[0] if runs else {})
+    elif quiet:
+        for folder, record in records.items():
+            click.echo(f"{folder}: {record.verdict}")
+    elif records:
+        _print_tables(records, repeats)
+
+
+def _print_tables(records: dict[Path, RunRecord], repeats: int) -> None:
+    from capricorn.report.tables import repeats_table, run_table
+
+    out = console()
+    if repeats > 1:
+        out.print(repeats_table(list(records.values())))
+    else:
+        for folder, record in records.items():
+            out.print(run_table(record, list(read_samples(folder / RECOVERIES, RecoverySample))))
+    for folder in records:
+        out.print(f"{folder}", soft_wrap=True)
+
+
+def _show_plan(scenario: Scenario, as_json: bool) -> None:
+    from capricorn.harness.machine import checks
+    from capricorn.report.tables import checks_table, needs_table
+
+    needs, found = needs_of(scenario, cuda=scenario.cluster.device == "cuda"), checks(scenario)
+    config = scenario.model_dump(mode="json")
+    if as_json:
+        facts = [dataclasses.asdict(check) for check in found]
+        print_json({"needs": dataclasses.asdict(needs), "checks": facts, "config": config})
+        return
+    out = console()
+    out.print(needs_table(scenario, needs))
+    out.print(checks_table(found))
+    for section, fields in config.items():
+        values = " ".join(f"{key}={value}" for key, value in fields.items()) if isinstance(fields, dict) else fields
+        out.print(f"{section}: {values}", soft_wrap=True, markup=False)

@@ -1,0 +1,60 @@
+"""Runs a function on several ranks of a gloo group, each in a process of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# A server that has imported torch but computed nothing: its children start at once, and no thread is lost in a fork.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "fairscale.optim", "fairscale.nn.moe"])
+
+
+def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, deadline_s: float = 60.0) -> list[Any]:
+    """What the module-level `fn(rank, num_ranks, *args)` returns on each rank, one thread each."""
+    with TemporaryDirectory() as folder:
+        processes = [
+            CONTEXT.Process(target=_run_rank, args=(fn, rank, num_ranks, args, Path(folder), deadline_s))
+            for rank in range(num_ranks)
+        ]
+        for process in processes:
+            process.start()
+        end = time.monotonic() + deadline_s
+        for process in processes:
+            process.join(max(0.0, end - time.monotonic()))
+        late = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        for process in processes:
+            process.kill()
+            process.join()
+        errors = [path.read_text() for path in sorted(Path(folder).glob("error*"))]
+        assert not errors, "\n".join(errors)
+        assert not late, f"ranks {late} did not end within {deadline_s} s"
+        return [torch.load(Path(folder) / f"result{rank}", weights_only=False) for rank in range(num_ranks)]
+
+
+def _run_rank(
+    fn: Callable[..., Any], rank: int, num_ranks: int, args: tuple[Any, ...], folder: Path, deadline_s: float
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/store",
+            rank=rank,
+            world_size=num_ranks,
+            timeout=timedelta(seconds=deadline_s),
+        )
+        torch.save(fn(rank, num_ranks, *args), folder / f"result{rank}")
+        dist.destroy_process_group()
+    except BaseException:
+        (folder / f"error{rank}").write_text(f"rank {rank}:\n{traceback.format_exc()}")
+        raise
