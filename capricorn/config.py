@@ -1,21 +1,17 @@
-"""What a run is: frozen models of the model, the cluster, the system and the training, read from presets, TOML and
-`key=value` overrides, and checked before anything starts. Knows no torch and no process.
+"""What a run is: frozen models of the model, the cluster, the system and the training, checked when they are made.
+
+Knows no torch, no file and no process.
 """
 
 from __future__ import annotations
 
-import difflib
-import re
-import tomllib
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from capricorn.errors import ConfigError, unknown_name
 from capricorn.hooks import parse_moment
-from capricorn.presets import MODELS
 from capricorn.topology import Topology, expert_split
 from capricorn.units import MIB
 
@@ -116,7 +112,10 @@ class TrainConfig(Frozen):
 
 
 class DataConfig(Frozen):
-    """Text to train on: `stdlib` (the sources of the interpreter's standard library) or a file or folder."""
+    """Text to train on: `stdlib` (the sources of the interpreter's standard library) or a file or folder.
+
+    Of more than 16 MiB only the first are read, which is many epochs of a benchmark.
+    """
 
     path: str = "stdlib"
 
@@ -274,65 +273,3 @@ def _describe(error: ValidationError, where: str) -> str:
     if first["type"] == "extra_forbidden":
         return f"{where}: unknown key {key!r}"
     return f"{where}: {key} = {first.get('input')!r}: {first['msg'].lower()}"
-
-
-def load_model(name: str) -> ModelConfig:
-    """The preset of that name, or the TOML file at that path.
-
-    Raises:
-        ConfigError: no such preset or file, or the file does not describe a model.
-    """
-    if name in MODELS:
-        return build(ModelConfig, {"name": name} | MODELS[name], f"model {name}")
-    path = Path(name)
-    if path.suffix == ".toml":
-        return build(ModelConfig, {"name": path.stem} | read_toml(path), str(path))
-    raise unknown_name("model", name, MODELS)
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """The table in a TOML file.
-
-    Raises:
-        ConfigError: it cannot be read or is not TOML.
-    """
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not TOML: {error}") from None
-
-
-def parse_ckpt(text: str) -> int:
-    """The interval that `every-iter`, `every-N` or `off` stands for; 0 is off.
-
-    Raises:
-        ConfigError: it is none of these, or N is 0.
-    """
-    if text in ("every-iter", "off"):
-        return {"every-iter": 1, "off": 0}[text]
-    match = re.fullmatch(r"every-(\d+)", text)
-    if match is None or int(match[1]) == 0:
-        raise ConfigError(f"--ckpt {text!r} is not every-iter, every-N with N >= 1, or off")
-    return int(match[1])
-
-
-def override(scenario: Scenario, assignments: Iterable[str]) -> Scenario:
-    """The scenario with `section.key=value` settings applied and all of it checked again.
-
-    Raises:
-        ConfigError: a key is unknown or a value does not fit it.
-    """
-    tree = scenario.model_dump()
-    for assignment in assignments:
-        key, equals, value = assignment.partition("=")
-        section, _, field = key.partition(".")
-        _require(bool(equals), f"--set {assignment!r} is not key=value")
-        known = [f"{s}.{f}" for s, table in tree.items() if isinstance(table, dict) for f in table]
-        if key not in known:
-            nearest = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {nearest[0]!r}?" if nearest else f"sections: {', '.join(tree)}"
-            raise ConfigError(f"--set {assignment!r}: unknown key {key!r}; {hint}")
-        tree[section][field] = value
-    return build(Scenario, tree, "--set", lax=True)

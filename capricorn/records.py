@@ -86,6 +86,8 @@ class EventSample(Frozen):
     detail: str = ""
     completed: tuple[int, ...] = ()
     """As in `IterationSample`: what became complete after the last iteration, while draining."""
+    staged_bytes: Bytes = 0
+    sent_bytes: Bytes = 0
 
 
 class RecoverySample(Frozen):

@@ -34,15 +34,15 @@ def parse_bytes(text: str) -> Bytes:
 def format_bytes(num_bytes: float) -> str:
     """A size for people, in decimal units and three figures: `92.3 MB`."""
     for unit in ("B", "KB", "MB", "GB"):
-        if abs(num_bytes) < 1000:
+        if abs(num_bytes) < 999.5:  # what rounds to 1000 is 1 of the next unit
             return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.3g} {unit}"
         num_bytes /= 1000
-    return f"{num_bytes:,.3g} TB" if num_bytes < 1000 else f"{num_bytes:,.0f} TB"
+    return f"{num_bytes:,.3g} TB" if num_bytes < 999.5 else f"{num_bytes:,.0f} TB"
 
 
 def format_seconds(seconds: Seconds) -> str:
     """A duration for people, in three figures: `3.14 ms`, `0.552 s`, `2 min 05 s`."""
-    if seconds < 1e-3:
+    if seconds < 999.5e-6:
         return f"{seconds * 1e6:.3g} us"
     if seconds < 0.1:
         return f"{seconds * 1e3:.3g} ms"

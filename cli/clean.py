@@ -7,7 +7,7 @@ from pathlib import Path
 import rich_click as click
 
 from capricorn.config import StoreConfig
-from capricorn.errors import ConfigError
+from capricorn.errors import ConfigError, StoreError
 from capricorn.units import format_bytes
 
 from .output import console
@@ -26,7 +26,10 @@ def clean(root: Path, dry_run: bool) -> int:
     freed, out = 0, console()
     for store in find_stores(root):
         if not store.live and not dry_run:
-            remove_store(store)
+            try:
+                remove_store(store)
+            except OSError as error:
+                raise StoreError(f"cannot remove {store.path}: {error.strerror}") from None
         verb = "live, kept" if store.live else "left over" if dry_run else "removed"
         freed += 0 if store.live else store.num_bytes
         out.print(f"{store.path}  {format_bytes(store.num_bytes)}  {verb}", soft_wrap=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import rich_click as click
 
 from capricorn.config import StoreConfig
-from capricorn.errors import ConfigError
+from capricorn.errors import ConfigError, StoreError
 from capricorn.records import RECOVERIES, RUN, RecoverySample, RunRecord, read_run, read_samples
 from capricorn.system import Copy
 
@@ -84,7 +84,10 @@ def _find_store(target: str, root: Path) -> StoreFolder | None:
 def _look(folder: StoreFolder) -> list[Found]:
     from capricorn.runtime.store import NodeStore
 
-    return [each for node in folder.nodes for each in _look_at_node(NodeStore.open(node))]
+    try:
+        return [each for node in folder.nodes for each in _look_at_node(NodeStore.open(node))]
+    except FileNotFoundError:
+        raise StoreError(f"{folder.path} vanished while it was read: its run has ended") from None
 
 
 def _look_at_node(store: NodeStore) -> list[Found]:

@@ -7,9 +7,10 @@ from typing import Any, TypeAlias
 
 import rich_click as click
 
-from capricorn.config import FAULT_KINDS, load_model
+from capricorn.config import FAULT_KINDS
 from capricorn.presets import MODELS
 from capricorn.registry import SYSTEMS
+from capricorn.resolve import load_model
 from capricorn.sizing import STATE_BYTES_PER_PARAM, active_params, total_params
 
 from .options import CLUSTERS, json_option

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Sequence
 
@@ -32,6 +33,10 @@ for _command in (run, list_names, inspect, doctor, clean):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line and exits: 0 done, 1 failed, 2 the user's mistake, 130 interrupted."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A character that the terminal or a path's encoding lacks is no reason to end a run.
+            stream.reconfigure(errors="replace")
     sys.exit(_exit_code(arguments))
 
 
@@ -43,7 +48,8 @@ def _exit_code(arguments: Sequence[str] | None) -> int:
     except click.UsageError as error:
         return _fail(_describe(error), 2)
     except click.Abort:
-        return _fail("interrupted", INTERRUPTED)
+        click.echo("interrupted", err=True)
+        return INTERRUPTED
     return code or 0
 
 

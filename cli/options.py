@@ -6,24 +6,16 @@ import inspect
 from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import rich_click as click
 
-from capricorn.config import (
-    ClusterConfig,
-    FaultSpec,
-    Scenario,
-    build,
-    load_model,
-    override,
-    parse_ckpt,
-)  # fmt: skip
+from capricorn.config import ClusterConfig, FaultSpec, Scenario, build
 from capricorn.errors import ConfigError, unknown_name
 from capricorn.registry import check_system
+from capricorn.resolve import load_model, override, parse_ckpt
 
 Command: TypeAlias = Callable[..., int]
-T = TypeVar("T")
 
 CLUSTERS = {"local": "failure domains on this machine, one process group each; no emulation"}
 DEFAULT_WARMUP = 5

@@ -60,13 +60,15 @@ def _make_folder(out: Path) -> None:
 
 
 def _show(records: dict[Path, RunRecord], repeats: int, as_json: bool, quiet: bool) -> None:
+    if not records:
+        return
     if as_json:
         runs = [record.model_dump(mode="json") for record in records.values()]
-        print_json({"runs": runs} if repeats > 1 else runs[0] if runs else {})
+        print_json({"runs": runs} if repeats > 1 else runs[0])
     elif quiet:
         for folder, record in records.items():
             click.echo(f"{folder}: {record.verdict}")
-    elif records:
+    else:
         _print_tables(records, repeats)
 
 

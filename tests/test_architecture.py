@@ -14,7 +14,7 @@ FOLDERS = {"capricorn": "capricorn", "baselines": "capricorn.baselines", "cli": 
 LAYERS = (
     {"units", "errors"},
     {"hooks", "topology"},
-    {"presets", "config", "sizing", "profile", "records"},
+    {"presets", "config", "resolve", "sizing", "profile", "records"},
     {"planner"},
     {"system"},
     {"registry"},

@@ -7,20 +7,10 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from capricorn.config import (
-    ClusterConfig,
-    FaultSpec,
-    LaunchConfig,
-    Scenario,
-    SystemConfig,
-    TrainConfig,
-    build,
-    load_model,
-    override,
-    parse_ckpt,
-)
+from capricorn.config import ClusterConfig, FaultSpec, LaunchConfig, Scenario, SystemConfig, TrainConfig, build
 from capricorn.errors import ConfigError
 from capricorn.presets import MODELS
+from capricorn.resolve import load_model, override, parse_ckpt
 
 TINY = Scenario(model=load_model("mixtral-tiny"))
 
@@ -52,7 +42,7 @@ def test_a_resolved_scenario_reads_back_as_itself() -> None:
 
 def test_a_scenario_cannot_be_changed() -> None:
     with pytest.raises(ValidationError, match="frozen"):
-        TINY.train.seed = 1  # type: ignore[misc]
+        TINY.train.seed = 1
 
 
 # --- overrides

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capricorn.config import Scenario, load_model
+from capricorn.config import Scenario
 from capricorn.errors import ConfigError
 from capricorn.records import (
     RUN,
@@ -23,6 +23,7 @@ from capricorn.records import (
     read_samples,
     write_run,
 )
+from capricorn.resolve import load_model
 
 SECONDS = st.floats(min_value=0, max_value=1e9, allow_nan=False)
 COUNTS = st.integers(min_value=0, max_value=2**50)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from capricorn.config import ClusterConfig, LaunchConfig, Scenario, SystemConfig, load_model
+from capricorn.config import ClusterConfig, LaunchConfig, Scenario, SystemConfig
+from capricorn.resolve import load_model
 from capricorn.sizing import NUM_SLOTS, STATE_BYTES_PER_PARAM, active_params, needs_of, total_params
 
 PUBLISHED_BILLIONS = {

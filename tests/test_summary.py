@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from capricorn.config import ClusterConfig, Scenario, SystemConfig, TrainConfig, load_model
+from capricorn.config import ClusterConfig, Scenario, SystemConfig, TrainConfig
 from capricorn.errors import ConfigError
 from capricorn.records import (
     EVENTS,
@@ -20,6 +20,7 @@ from capricorn.records import (
     append,
 )
 from capricorn.report.summary import summarize
+from capricorn.resolve import load_model
 
 
 def scenario(iterations: int, warmup: int = 0, ranks: int = 2) -> Scenario:
@@ -36,6 +37,10 @@ def sample(iteration: int, rank: int = 0, attempt: int = 0, **fields: Any) -> It
         "latest_complete": iteration, "completed": (iteration,),
     }  # fmt: skip
     return IterationSample.model_validate({"iteration": iteration, "rank": rank, "attempt": attempt} | usual | fields)
+
+
+def resume(folder: Path, iteration: int, attempt: int = 1) -> None:
+    append(folder / EVENTS, EventSample(event="resumed", at_s=0, attempt=attempt, rank=0, iteration=iteration))
 
 
 def recovery(resumed_iteration: int, lost_iterations: int) -> RecoverySample:
@@ -102,6 +107,25 @@ def test_what_was_rolled_back_and_not_redone_is_not_done(tmp_path: Path) -> None
     assert "stopped after 3 of 5 iterations" in verdict
 
 
+def test_what_was_rolled_back_before_an_interrupt_is_not_done(tmp_path: Path) -> None:
+    write(tmp_path, *both_ranks(1, 2, 3, 4))
+    resume(tmp_path, 2)
+    assert summarize(tmp_path, scenario(5))[0]["iterations"] == 2
+
+
+def test_an_iteration_that_was_restored_is_done_though_a_rank_died_before_its_sample(tmp_path: Path) -> None:
+    write(tmp_path, *both_ranks(1), sample(2, 0, completed=()), *both_ranks(3, attempt=1))
+    resume(tmp_path, 2)
+    summary, verdict = summarize(tmp_path, scenario(3))
+    assert (summary["iterations"], summary["requested"], summary["effective"], verdict) == (3, 3, 3, "ok")
+
+
+def test_a_last_iteration_that_only_its_checkpoint_shows_is_done(tmp_path: Path) -> None:
+    write(tmp_path, *both_ranks(1, 2))
+    resume(tmp_path, 3)
+    assert summarize(tmp_path, scenario(3))[1] == "ok"
+
+
 def test_an_iteration_that_one_rank_did_not_finish_is_not_done(tmp_path: Path) -> None:
     summary, verdict = summarize(write(tmp_path, *both_ranks(1, 2), sample(3, 0)), scenario(3))
     assert (summary["iterations"], summary["requested"]) == (2, 2)
@@ -137,13 +161,13 @@ def test_a_checkpoint_completed_after_the_last_iteration_is_effective(tmp_path: 
 
 def test_a_redone_iteration_must_become_complete_again(tmp_path: Path) -> None:
     write(tmp_path, *both_ranks(1, 2, 3), *both_ranks(2, attempt=1, completed=()), *both_ranks(3, attempt=1))
-    append(tmp_path / RECOVERIES, recovery(resumed_iteration=1, lost_iterations=2))
+    resume(tmp_path, 1)
     assert summarize(tmp_path, scenario(3))[1] == "effective checkpoints 2 of 3 requested"
 
 
 def test_a_checkpoint_that_was_restored_was_complete(tmp_path: Path) -> None:
     write(tmp_path, *both_ranks(1), *both_ranks(2, completed=()), *both_ranks(3, attempt=1))
-    append(tmp_path / RECOVERIES, recovery(resumed_iteration=2, lost_iterations=0))
+    resume(tmp_path, 2)
     assert summarize(tmp_path, scenario(3))[1] == "ok"
 
 

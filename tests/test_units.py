@@ -40,7 +40,8 @@ def test_sizes_are_written_in_three_figures(num_bytes: float, text: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0 us"), (3.14e-3, "3.14 ms"), (0.552, "0.552 s"), (59.96, "60 s"), (125, "2 min 05 s")]
+    ("seconds", "text"),
+    [(0, "0 us"), (3.14e-3, "3.14 ms"), (0.552, "0.552 s"), (59.96, "60 s"), (125, "2 min 05 s"), (999.6e-6, "1 ms")],
 )
 def test_durations_are_written_in_three_figures(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text

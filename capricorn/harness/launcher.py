@@ -56,7 +56,7 @@ def launch(scenario: Scenario, out: Path, listener: RunListener) -> Path:
     started = datetime.now(UTC)
     tokens = prepare(scenario.data, scenario.model.vocab_size, seq_len=scenario.model.seq_len)
     run_id = _new_run_id(scenario, started)
-    with _sigterm_as_interrupt():
+    with _ended_by_interrupt():
         lock = RunLock(Path(scenario.store.root), run_id)
         try:
             run_dir = (out / run_id).resolve()
@@ -165,18 +165,19 @@ def _write_record(job: Job, started: datetime) -> None:
 
 
 @contextmanager
-def _sigterm_as_interrupt() -> Iterator[None]:
+def _ended_by_interrupt() -> Iterator[None]:
     def interrupt(signum: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    with _handling({signal.SIGTERM: interrupt}):
+    # SIGHUP: the terminal was closed.
+    with _handling({signal.SIGTERM: interrupt, signal.SIGHUP: interrupt}):
         yield
 
 
 @contextmanager
 def _no_interrupt() -> Iterator[None]:
     """Clean-up is not interrupted by a second Ctrl-C."""
-    with _handling({signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: signal.SIG_IGN}):
+    with _handling({signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: signal.SIG_IGN, signal.SIGHUP: signal.SIG_IGN}):
         yield
 
 

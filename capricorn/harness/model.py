@@ -7,7 +7,6 @@ V vocabulary.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterable
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from capricorn.config import ModelConfig
-from capricorn.harness.moe import NORM_EPS, MoE, SwiGLU, expert_ids_of
+from capricorn.harness.moe import NORM_EPS, MoE, SwiGLU, expert_ids_of, expert_key
 from capricorn.harness.ops import run_op
 from capricorn.hooks import NO_LAYER, TrainerHook
 from capricorn.sizing import MLA_KV_RANK, MLA_Q_RANK, MLA_ROPE_DIM
@@ -202,14 +201,6 @@ def build_model(
     if torch.device(device).type != "meta":
         init_parameters(model, seed)
     return model
-
-
-def expert_key(name: str, expert_id: int) -> str:
-    """The global name of one expert's slice: `layers.0.moe.experts.w1`, 5 -> `layers.0.moe.experts.5.w1`.
-
-    An index after `experts` is a local one, as fairscale numbers them, and is replaced.
-    """
-    return re.sub(r"\.experts\.(\d+\.)?", f".experts.{expert_id}.", name)
 
 
 @torch.no_grad()

@@ -6,6 +6,8 @@ assignments of this rank, R rows this rank's experts receive.
 
 from __future__ import annotations
 
+import re
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -29,6 +31,14 @@ def expert_parameter(expert_ids: range, *shape: int) -> nn.Parameter:
 def expert_ids_of(param: Tensor) -> range | None:
     """The global ids along dim 0, or None for a dense parameter."""
     return getattr(param, "expert_ids", None)
+
+
+def expert_key(name: str, expert_id: int) -> str:
+    """The global name of one expert's slice: `layers.0.moe.experts.w1`, 5 -> `layers.0.moe.experts.5.w1`.
+
+    An index after `experts` is a local one, as fairscale numbers them, and is replaced.
+    """
+    return re.sub(r"\.experts\.(\d+\.)?", f".experts.{expert_id}.", name)
 
 
 class SwiGLU(nn.Module):
@@ -65,6 +75,7 @@ class MoE(nn.Module):
 
     The router takes the top-k of a softmax in fp32 and renormalises it. The balance loss is Switch Transformer's, with
     the fractions of tokens taken over all ranks, so that it does not depend on how a batch is split over ranks.
+    Departs: models that route otherwise (DeepSeek-V3 by biased sigmoids) are routed this way too.
     """
 
     def __init__(
@@ -130,8 +141,9 @@ class MoE(nn.Module):
 
         Rows come by sender and then expert; `received` [W][L] says how many of each.
         """
-        flat = torch.tensor(received, device=rows_RD.device).flatten()
-        expert_R = torch.arange(len(received[0]), device=rows_RD.device).repeat(len(received)).repeat_interleave(flat)
+        rows_WL = torch.tensor(received, device=rows_RD.device)
+        expert_WL = torch.arange(rows_WL.shape[1], device=rows_RD.device).expand_as(rows_WL)
+        expert_R = expert_WL.flatten().repeat_interleave(rows_WL.flatten())
         order_R, inverse_R = sort_order(expert_R)
         rows_per_expert = [sum(column) for column in zip(*received, strict=True)]
         outputs_RD = self.experts(permute(rows_RD, order_R, inverse_R), rows_per_expert)

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from fairscale.optim import OSS
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import AdamW
 
 from capricorn.config import TrainConfig
-from capricorn.harness.model import expert_key
-from capricorn.harness.moe import expert_ids_of
+from capricorn.harness.moe import expert_ids_of, expert_key
 from capricorn.hooks import NO_LAYER, OpKey, TrainerHook
 from capricorn.units import MIB
 
@@ -76,9 +76,8 @@ class Optimizer:
     def zero_grad(self) -> None:
         """Zeroes all gradients in place."""
         self._flat_grad.zero_()
-        for param in self._experts.values():
-            assert param.grad is not None
-            param.grad.zero_()
+        for grad in self._expert_grads():
+            grad.zero_()
 
     def reduce(self, hook: TrainerHook | None) -> None:
         """Makes each gradient that of the mean of all ranks' losses; one op, collective."""
@@ -86,12 +85,13 @@ class Optimizer:
         stop = start + self._flat_grad.nbytes
         # A gradient set to None in between would be a new tensor, and silently stay unreduced.
         assert all(p.grad is not None and start <= p.grad.data_ptr() < stop for p in self._dense.values())
+        assert all(p.grad is not None for p in self._experts.values())
         if hook is not None:
             hook.on_op_begin(REDUCE)
         if self.world_size > 1:
             for bucket in torch.split(self._flat_grad, BUCKET_BYTES // self._flat_grad.element_size()):
                 dist.all_reduce(bucket, group=self.group)
-            for grad in self._grads():
+            for grad in (self._flat_grad, *self._expert_grads()):
                 grad.div_(self.world_size)
         if hook is not None:
             hook.on_op_end(REDUCE)
@@ -101,17 +101,15 @@ class Optimizer:
 
         Collective. Counts dense gradients once and experts' over all ranks; so it must follow `reduce`.
         """
-        dense_norm, *expert_norms = torch._foreach_norm(self._grads())
-        squares = torch.stack(expert_norms).square().sum()
+        squares = get_total_norm(self._expert_grads()).square()
         if self.world_size > 1:
             dist.all_reduce(squares, group=self.group)
-        norm = (dense_norm.square() + squares).sqrt()
-        torch._foreach_mul_(self._grads(), (self.train.clip_norm / (norm + 1e-6)).clamp(max=1.0))
+        norm = (get_total_norm([self._flat_grad]).square() + squares).sqrt()
+        clip_grads_with_norm_([*self._dense.values(), *self._experts.values()], self.train.clip_norm, norm)
         return norm
 
-    def _grads(self) -> list[Tensor]:
-        """The flat dense gradient, then each expert parameter's."""
-        return [self._flat_grad, *(p.grad for p in self._experts.values() if p.grad is not None)]
+    def _expert_grads(self) -> list[Tensor]:
+        return [p.grad for p in self._experts.values() if p.grad is not None]
 
     def set_lr(self, iteration: int) -> float:
         """Sets and yields the learning rate of that iteration."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from capricorn.harness.job import Job
@@ -61,13 +62,15 @@ class Recorder(TrainerHook):
             loads = list(map(int, tokens_per_expert))
             self._loads.append(LoadSample(iteration=self._iteration, layer=layer, tokens_per_expert=loads))
 
-    def event(
-        self, event: str, detail: str = "", *, iteration: int = 0, completed: Sequence[int] = (), at_s: Seconds = 0.0
-    ) -> None:
-        """Writes an event of now, or of `at_s` seconds since the epoch."""
-        values = {"event": event, "at_s": at_s or time.time(), "attempt": self._attempt, "rank": self._rank}
-        values |= {"iteration": iteration, "detail": detail, "completed": tuple(completed)}
+    def event(self, event: str, detail: str = "", *, iteration: int = 0) -> None:
+        """Writes an event of now, with what the system has done since the last sample."""
+        now, before = self._system.counters(), self._before
+        values = {"event": event, "at_s": time.time(), "attempt": self._attempt, "rank": self._rank}
+        values |= {"iteration": iteration, "detail": detail, "completed": tuple(self._system.take_completed())}
+        values |= {"staged_bytes": now.staged_bytes - before.staged_bytes}
+        values |= {"sent_bytes": now.sent_bytes - before.sent_bytes}
         append(self._dir / EVENTS, EventSample.model_validate(values))
+        self._before = replace(now)
 
     def iteration(self, measured: Measured) -> None:
         """Writes the sample of a finished iteration, and what was collected during it."""
@@ -90,7 +93,7 @@ class Recorder(TrainerHook):
             rss_bytes=_rss_bytes(),
         )
         append(self._dir / ITERATIONS, sample)
-        self._before = Counters(now.staged_bytes, now.sent_bytes, now.failed_saves)
+        self._before = replace(now)
         self._write_timeline()
         for load in self._loads:
             append(self._dir / LOADS, load)

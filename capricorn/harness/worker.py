@@ -6,6 +6,7 @@ Whether it is the first start or the hundredth, it does the same: take the newes
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import traceback
@@ -172,16 +173,16 @@ class Worker:
             self._system.drain(self._job.scenario.system.timeout_s)
         except CapricornError as error:
             detail = str(error)
-        completed = self._system.take_completed()
-        self._recorder.event("finished", detail, iteration=self._iteration, completed=completed)
+        self._recorder.event("finished", detail, iteration=self._iteration)
         self._system.close()
         dist.barrier(group=self._control)  # or a fast rank's end would look like a failure to a slow one
         dist.destroy_process_group()
 
 
 def _in_words(error: BaseException) -> str:
-    first_line = str(error).partition("\n")[0]
-    return f"{type(error).__name__}: {first_line}"
+    """The first sentence, without the source position that gloo puts in front."""
+    text = re.sub(r"^\[[^]]*\] *", "", str(error).partition("\n")[0]).partition(". ")[0]
+    return f"{type(error).__name__}: {text}"
 
 
 if __name__ == "__main__":

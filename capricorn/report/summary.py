@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import pandas as pd
 
@@ -34,7 +34,7 @@ def summarize(run_dir: Path, scenario: Scenario) -> tuple[Summary, str]:
         ConfigError: a file of the folder is damaged.
     """
     run = _Run.read(run_dir, scenario)
-    summary: Summary = {"iterations": len(run.iterations), **_times(run), **_checkpoints(run), **_recoveries(run)}
+    summary: Summary = {"iterations": run.num_done, **_times(run), **_checkpoints(run), **_recoveries(run)}
     summary |= _moved(run) | _memory(run, run_dir)
     return summary, verdict(summary, scenario)
 
@@ -68,16 +68,36 @@ class _Run:
     @classmethod
     def read(cls, run_dir: Path, scenario: Scenario) -> _Run:
         raw = list(read_samples(run_dir / ITERATIONS, IterationSample))
+        events = list(read_samples(run_dir / EVENTS, EventSample))
         samples = _frame(raw, scenario)
-        iterations = _over_ranks(_last_attempts(samples, scenario))
+        iterations = _over_ranks(_lasting(samples, _newest_start(samples, events), _num_ranks(samples, scenario)))
         return cls(
             raw=raw,
             samples=samples,
             iterations=iterations,
             steady=_steady(iterations, scenario),
             recoveries=list(read_samples(run_dir / RECOVERIES, RecoverySample)),
-            events=list(read_samples(run_dir / EVENTS, EventSample)),
+            events=events,
         )
+
+    @property
+    def num_done(self) -> int:
+        """Iterations done; the last of them may have been restored though no rank lived to record it."""
+        recorded = 0 if self.iterations.empty else int(self.iterations.index.max())
+        return max(recorded, _newest_start(self.samples, self.events).iteration)
+
+
+class _Start(NamedTuple):
+    """The newest start of the job, and the iteration it was restored to; 0 is the initial state."""
+
+    attempt: int
+    iteration: int
+
+
+def _newest_start(samples: pd.DataFrame, events: list[EventSample]) -> _Start:
+    starts = [_Start(event.attempt, event.iteration) for event in events if event.event == "resumed"]
+    starts += [_Start(int(attempt), 0) for attempt in samples["attempt"].unique()]
+    return max(starts, default=_Start(0, 0))
 
 
 def _frame(raw: list[IterationSample], scenario: Scenario) -> pd.DataFrame:
@@ -87,17 +107,18 @@ def _frame(raw: list[IterationSample], scenario: Scenario) -> pd.DataFrame:
     return frame
 
 
-def _last_attempts(samples: pd.DataFrame, scenario: Scenario) -> pd.DataFrame:
-    """Samples of the iterations whose effect lasts: not redone later, not rolled back, done by every rank."""
-    if samples.empty:
-        return samples
-    reached = samples.loc[samples["attempt"] == samples["attempt"].max(), "iteration"].max()
-    lasting = samples[samples["iteration"] <= reached].drop_duplicates(["attempt", "iteration", "rank"])
-    by_iteration = lasting.groupby("iteration")
-    lasting = lasting[lasting["attempt"] == by_iteration["attempt"].transform("max")]
-    ranks = lasting.groupby("iteration")["rank"].transform("count")
-    everywhere: pd.DataFrame = lasting[ranks == _num_ranks(samples, scenario)]
-    return everywhere
+def _lasting(samples: pd.DataFrame, start: _Start, num_ranks: int) -> pd.DataFrame:
+    """Samples of the iterations whose effect lasts: not redone, not rolled back, and done by every rank.
+
+    A rank that was killed between an iteration and its sample did that iteration all the same, if it was restored.
+    """
+    newest = samples.loc[samples["attempt"] == start.attempt, "iteration"]
+    reached = start.iteration if newest.empty else newest.max()
+    kept = samples[samples["iteration"] <= reached].drop_duplicates(["attempt", "iteration", "rank"])
+    kept = kept[kept["attempt"] == kept.groupby("iteration")["attempt"].transform("max")]
+    ranks = kept.groupby("iteration")["rank"].transform("count")
+    lasting: pd.DataFrame = kept[(ranks == num_ranks) | (kept["iteration"] <= start.iteration)]
+    return lasting
 
 
 def _num_ranks(samples: pd.DataFrame, scenario: Scenario) -> int:
@@ -108,7 +129,7 @@ def _num_ranks(samples: pd.DataFrame, scenario: Scenario) -> int:
 
 
 def _over_ranks(kept: pd.DataFrame) -> pd.DataFrame:
-    """An iteration lasts as long as on its slowest rank. Source: measurement.md, 3."""
+    """An iteration lasts as long as on its slowest rank, and its tokens are those of all."""
     return kept.groupby("iteration").agg(
         attempt=("attempt", "first"),
         duration_s=("duration_s", "max"), stall_s=("stall_s", "max"), loss=("loss", "mean"), tokens=("tokens", "sum"),
@@ -157,8 +178,10 @@ def _complete(run: _Run) -> set[int]:
     """Iterations whose state, as last computed, became complete on all owners: seen then, or restored later."""
     sightings: list[IterationSample | EventSample] = [*run.raw, *run.events]
     seen = {(i, sighting.attempt) for sighting in sightings for i in sighting.completed}
-    last = {int(i): int(attempt) for i, attempt in run.iterations["attempt"].items()}
-    restored = {r.resumed_iteration for r in run.recoveries if r.attempt > last.get(r.resumed_iteration, r.attempt)}
+    attempts = run.iterations["attempt"]
+    last = dict(zip(map(int, attempts.index), map(int, attempts), strict=True))
+    resumed = [event for event in run.events if event.event == "resumed"]
+    restored = {event.iteration for event in resumed if event.attempt > last.get(event.iteration, event.attempt)}
     return {i for i, attempt in last.items() if (i, attempt) in seen} | restored
 
 
@@ -167,15 +190,14 @@ def _recoveries(run: _Run) -> Summary:
     return {
         "recoveries": len(run.recoveries),
         "lost_iterations": sum(recovery.lost_iterations for recovery in run.recoveries),
-        "recovery_s": sum(getattr(recovery, phase) for recovery in run.recoveries for phase in phases),
+        "recovery_s": float(sum(getattr(recovery, phase) for recovery in run.recoveries for phase in phases)),
     }
 
 
 def _moved(run: _Run) -> Summary:
     """Bytes of all attempts, redone iterations included, and their rate in the steady state."""
     return {
-        "staged_bytes": int(run.samples["staged_bytes"].sum()),
-        "sent_bytes": int(run.samples["sent_bytes"].sum()),
+        **{key: sum(getattr(s, key) for s in (*run.raw, *run.events)) for key in ("staged_bytes", "sent_bytes")},
         "sent_bytes_per_s": _ratio(run.steady["sent_bytes"].sum(), run.steady["duration_s"].sum()),
     }
 

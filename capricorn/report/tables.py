@@ -59,6 +59,8 @@ def repeats_table(records: Sequence[RunRecord]) -> Table:
 
 def _result_rows(record: RunRecord) -> list[tuple[str, str]]:
     s = record.summary
+    if not s["iterations"]:
+        return []
     return [
         ("iterations", f"{s['iterations']} of {record.config.train.iterations}, {s['measured_iterations']} measured"),
         ("iteration time", f"p50 {_seconds(s['iteration_s_p50'])}, p95 {_seconds(s['iteration_s_p95'])}"),
@@ -126,6 +128,7 @@ def names_table(kind: str, details: Mapping[str, Mapping[str, Any]]) -> Table:
     """Known names of one kind, with what there is to say of each."""
     facts: Mapping[str, Any] = next(iter(details.values()), {})
     table = _table(kind, *(fact.removesuffix("_bytes") for fact in facts))
+    table.columns[0].no_wrap = True
     for name, values in details.items():
         table.add_row(name, *(_fact(fact, value) for fact, value in values.items()))
     return table

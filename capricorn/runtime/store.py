@@ -168,10 +168,13 @@ class RunLock:
             StoreError: the root cannot be written, or the run exists already.
         """
         self.folder = root / (RUN_PREFIX + run_id)
+        unborn = root / f".{self.folder.name}"
         try:
-            self.folder.mkdir(mode=0o700)
-            self._fd = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+            # It gets its name once it is locked, so that `clean` never takes a run that starts for a leftover.
+            unborn.mkdir(mode=0o700)
+            self._fd = os.open(unborn / "lock", os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            unborn.rename(self.folder)
         except OSError as error:
             raise StoreError(f"cannot make the store {self.folder}: {error.strerror}; set store.root") from None
 
@@ -199,15 +202,23 @@ def remove_store(folder: StoreFolder) -> None:
 
 
 def _describe(path: Path) -> StoreFolder:
-    files = [file for file in path.rglob("*") if file.is_file()]
     nodes = tuple(sorted(node for node in path.glob("node*") if node.is_dir()))
-    blocks = sum(file.stat().st_blocks for file in files)
-    return StoreFolder(path, path.name.removeprefix(RUN_PREFIX), _is_locked(path / "lock"), nodes, 512 * blocks)
+    size = sum(map(_allocated, path.rglob("*")))
+    return StoreFolder(path, path.name.removeprefix(RUN_PREFIX), _is_locked(path / "lock"), nodes, size)
+
+
+def _allocated(path: Path) -> Bytes:
+    try:
+        return 512 * path.lstat().st_blocks
+    except FileNotFoundError:  # its run has just ended
+        return 0
 
 
 def _is_locked(lock: Path) -> bool:
     try:
         fd = os.open(lock, os.O_RDWR)
+    except PermissionError:
+        return True  # another user's, and not ours to judge
     except OSError:
         return False
     try:
