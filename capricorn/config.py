@@ -66,8 +66,12 @@ class ModelConfig(Frozen):
             f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}",
         )
         _require(self.head_dim % 2 == 0, f"head_dim {self.head_dim} must be even")
-        _require(self.num_dense_layers == 0 or self.dense_ffn > 0, "num_dense_layers needs dense_ffn > 0")
-        _require(any(map(self.is_moe, range(self.num_layers))), "the model has no MoE layer")
+        moe_layers = sum(map(self.is_moe, range(self.num_layers)))
+        _require(moe_layers > 0, "the model has no MoE layer")
+        _require(
+            self.family == "gpt-moe" or self.dense_ffn > 0 or moe_layers == self.num_layers,
+            "layers that are not MoE need dense_ffn > 0",
+        )
         if self.family == "gpt-moe":
             _require(
                 self.top_k == 2, f"family gpt-moe routes by fairscale's Top2Gate: top_k must be 2, not {self.top_k}"

@@ -99,7 +99,7 @@ class Trainer:
         loss.backward()  # type: ignore[no-untyped-call]
         self._optimizer.reduce(self._hook)
         self._update(iteration)
-        value = float(loss)  # on a GPU this waits for the iteration to end
+        value = float(loss.item())  # on a GPU this waits for the iteration to end
         self._hook.on_iteration_end(iteration)
         return Measured(iteration, value, time.perf_counter() - begin_s, self._meter.stall_s - stalled_s)
 

@@ -20,7 +20,6 @@ class Completion:
 
     def __init__(self, group: dist.ProcessGroup, latest: int = 0) -> None:
         self.latest = latest
-        self.completed: list[int] = []
         self.pending: Save | None = None
         self._group = group
         self._votes = torch.zeros(2, dtype=torch.int64)
@@ -46,8 +45,6 @@ class Completion:
             self._work = None
             settled, complete = bool(self._votes[0]), bool(self._votes[1])
             if settled and self.pending is not None:
-                if complete:
-                    self.latest = self.pending.iteration
-                    self.completed.append(self.latest)
+                self.latest = self.pending.iteration if complete else self.latest
                 self.pending = None
         return self.pending is None

@@ -44,6 +44,7 @@ class ReplicatingSystem(CheckpointSystem):
         self._links: list[ReplicaLink] = []
         self._executor: Executor | None = None
         self._store: NodeStore | None = None
+        self._completed: list[int] = []
         self._waiting: int | None = None
         """An iteration whose save cannot start yet, since the one before has not settled."""
         self._is_clean = False
@@ -146,7 +147,7 @@ class ReplicatingSystem(CheckpointSystem):
         return self._counters
 
     def take_completed(self) -> list[int]:
-        taken, self._completion.completed = self._completion.completed, []
+        taken, self._completed = self._completed, []
         return taken
 
     def take_events(self) -> list[ChunkEvent]:
@@ -186,10 +187,14 @@ class ReplicatingSystem(CheckpointSystem):
         """Takes what the last reduction said; whether no save is on its way any more."""
         save = self._completion.pending
         is_free = self._completion.learn()
-        if is_free and save is not None and save.failures:
+        if not is_free or save is None:
+            return is_free
+        if self._completion.latest == save.iteration:
+            self._completed.append(save.iteration)
+        if save.failures:
             self._counters.failed_saves += 1
             self._counters.last_failure = f"iteration {save.iteration}: {save.failures[0]}"
-        return is_free
+        return True
 
     def _settle(self) -> None:
         """Blocks until no save is on its way on any rank; each rank waits for its own, so one reduction is enough."""

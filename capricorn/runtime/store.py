@@ -76,8 +76,8 @@ class NodeStore:
 
         A damaged slot is taken first, then the oldest. Source: Gemini, SOSP'23, section 4 (two buffers a replica).
         """
-        free = [slot for slot in self._slots[owner] if keep == 0 or not slot.holds(keep)]
-        slot = min(free, key=_age)
+        kept = self.read(owner, keep) if keep else None
+        slot = min((slot for slot in self._slots[owner] if slot is not kept), key=_age)
         slot.begin(iteration, attempt)
         return slot
 

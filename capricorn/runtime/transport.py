@@ -11,7 +11,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 
-from capricorn.errors import StoreError, TransportError
+from capricorn.errors import CapricornError, TransportError
 from capricorn.runtime.slot import Layout, Slot, checksum
 from capricorn.runtime.store import NodeStore
 from capricorn.runtime.wire import (
@@ -198,13 +198,11 @@ class ReplicaHost:
     def _serve(self, sock: socket.socket) -> None:
         try:
             set_deadline(sock, HANDSHAKE_TIMEOUT_S)
-            owner = welcome(sock, self._me, self._rank)
-            if owner not in self._layouts:
-                raise TransportError(f"rank {owner} keeps no replica here")
+            owner = welcome(sock, self._me, self._rank, self._layouts)
             self._take_over(owner, sock)
             set_deadline(sock, self._timeout_s)
             _Session(sock, self._store, owner, self._layouts[owner], self._me.attempt).run()
-        except (TransportError, StoreError):
+        except (CapricornError, OSError):
             # The owner sees its link end, counts the save as failed and says so; a stranger just ends.
             return
         finally:

@@ -10,6 +10,7 @@ import hmac
 import os
 import socket
 import struct
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
@@ -100,19 +101,19 @@ def greet(sock: socket.socket, me: Identity, owner: int, host: int) -> None:
     nonce = os.urandom(_NONCE)
     challenge = receive(sock, _NONCE)
     hello = me.hello(owner, host, nonce)
-    sock.sendall(hello + me.mac(b"owner", challenge, hello))
+    send(sock, hello + me.mac(b"owner", challenge, hello))
     if not hmac.compare_digest(receive(sock, _MAC), me.mac(b"host", nonce, hello)):
         raise TransportError(f"rank {host} could not prove that it belongs to run {me.run_id}")
 
 
-def welcome(sock: socket.socket, me: Identity, host: int) -> int:
+def welcome(sock: socket.socket, me: Identity, host: int, owners: Collection[int]) -> int:
     """The accepting side of the handshake; yields the owner that connected.
 
     Raises:
-        TransportError: it is a stranger, of another run, of an older attempt, or meant another rank.
+        TransportError: it is a stranger, of another run, of an older attempt, none of `owners`, or meant another rank.
     """
     challenge = os.urandom(_NONCE)
-    sock.sendall(challenge)
+    send(sock, challenge)
     message = receive(sock, _HELLO.size + _MAC)
     hello, proof = message[: _HELLO.size], message[_HELLO.size :]
     magic, version, attempt, owner, to, _, nonce = _HELLO.unpack(hello)
@@ -120,7 +121,9 @@ def welcome(sock: socket.socket, me: Identity, host: int) -> int:
         raise TransportError("a stranger connected and was refused")
     if not hmac.compare_digest(proof, me.mac(b"owner", challenge, hello)) or hello != me.hello(owner, host, nonce):
         raise TransportError(f"a connection for rank {to}, attempt {attempt}, was refused: not of this run and attempt")
-    sock.sendall(me.mac(b"host", nonce, hello))
+    if owner not in owners:
+        raise TransportError(f"rank {owner} keeps no replica on rank {host}")
+    send(sock, me.mac(b"host", nonce, hello))
     return int(owner)
 
 

@@ -1,0 +1,260 @@
+"""Replicas over TCP: what is acknowledged is there, whoever else knocks is refused, and no wait is without end."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from capricorn.errors import TransportError
+from capricorn.runtime.slot import Layout, Slot, checksum
+from capricorn.runtime.store import NodeStore
+from capricorn.runtime.transport import ReplicaHost, ReplicaLink
+from capricorn.runtime.wire import FRAME_BYTES, Frame, Identity, Kind, greet, receive, set_deadline
+from capricorn.topology import Topology
+
+LAYOUT = Layout(payload_bytes=300_000, block_bytes=65536, digest=3)
+ME = Identity("run", 0, b"secret")
+OWNER, HOST = 1, 0
+
+
+class Pair:
+    """An owner and its host, each with a store of its own."""
+
+    def __init__(self, folder: Path, timeout_s: float = 5.0) -> None:
+        topology = Topology(2, 1)
+        self.host_store = NodeStore.create(folder / "node0", "run", 0, topology)
+        self.owner_store = NodeStore.create(folder / "node1", "run", 1, topology)
+        self.host_store.host(OWNER, LAYOUT)
+        self.owner_store.host(OWNER, LAYOUT)
+        self.host = ReplicaHost(ME, HOST, "127.0.0.1", self.host_store, timeout_s=timeout_s)
+        self.host.start({OWNER: LAYOUT})
+        self.link = self.make_link(timeout_s=timeout_s)
+
+    def make_link(self, me: Identity = ME, timeout_s: float = 5.0, owner: int = OWNER) -> ReplicaLink:
+        return ReplicaLink(
+            me, owner, HOST, self.host.address, timeout_s=timeout_s, low_class=True, send_buffer_bytes=65536
+        )
+
+    def staged(self, iteration: int, keep: int = 0) -> Slot:
+        """A complete local copy of random bytes."""
+        slot = self.owner_store.begin(OWNER, iteration, keep)
+        for index in range(LAYOUT.num_blocks):
+            place = slot.payload[LAYOUT.block(index)]
+            place[:] = os.urandom(len(place))
+            slot.table[index] = checksum(place)
+        slot.commit()
+        return slot
+
+    def replicate(self, slot: Slot, iteration: int, keep: int = 0, link: ReplicaLink | None = None) -> None:
+        link = link or self.link
+        link.begin(iteration, keep)
+        for index in range(LAYOUT.num_blocks):
+            link.send_block(iteration, index, slot.payload[LAYOUT.block(index)], slot.table[index])
+        link.commit(iteration)
+
+    def replica(self, iteration: int) -> Slot | None:
+        return self.host_store.read(OWNER, iteration)
+
+    def close(self) -> None:
+        self.link.close()
+        self.host.close()
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    pair = Pair(tmp_path)
+    yield pair
+    pair.close()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("capricorn")]
+
+
+def test_an_acknowledged_replica_is_the_same_bytes(pair: Pair) -> None:
+    pair.link.connect("{}")
+    for iteration in (1, 2, 3):
+        slot = pair.staged(iteration, keep=iteration - 1)
+        pair.replicate(slot, iteration, keep=iteration - 1)
+        replica = pair.replica(iteration)
+        assert replica is not None
+        assert replica.damaged_block() is None
+        assert replica.payload == slot.payload
+    assert pair.replica(2) is not None
+
+
+def test_a_lost_state_is_fetched_back(pair: Pair) -> None:
+    pair.link.connect("{}")
+    slot = pair.staged(1)
+    before = bytes(slot.payload)
+    pair.replicate(slot, 1)
+    lost = pair.owner_store.begin(OWNER, 1, keep=0)
+    pair.link.fetch(1, lost)
+    assert lost.holds(1)
+    assert bytes(lost.payload) == before
+
+
+def test_the_manifest_of_an_owner_lies_beside_its_replicas(pair: Pair) -> None:
+    pair.link.connect('{"entries": []}')
+    pair.replicate(pair.staged(1), 1)
+    assert (pair.host_store.folder / f"owner{OWNER}.json").read_text() == '{"entries": []}'
+
+
+def test_a_block_damaged_on_the_way_is_refused_and_the_older_copy_stays(pair: Pair) -> None:
+    pair.link.connect("{}")
+    pair.replicate(pair.staged(1), 1)
+    slot = pair.staged(2, keep=1)
+    slot.payload[LAYOUT.block_bytes + 3] ^= 1
+    with pytest.raises(TransportError, match=r"rank 0.*damaged"):
+        pair.replicate(slot, 2, keep=1)
+    assert pair.replica(2) is None
+    assert pair.replica(1) is not None
+
+
+def test_a_replica_with_a_missing_block_does_not_count(pair: Pair) -> None:
+    pair.link.connect("{}")
+    slot = pair.staged(1)
+    pair.link.begin(1, 0)
+    pair.link.send_block(1, 0, slot.payload[LAYOUT.block(0)], slot.table[0])
+    with pytest.raises(TransportError):
+        pair.link.commit(1)
+    assert pair.replica(1) is None
+
+
+def test_an_owner_that_dies_in_the_middle_leaves_the_older_replica(pair: Pair) -> None:
+    pair.link.connect("{}")
+    pair.replicate(pair.staged(1), 1)
+    slot = pair.staged(2, keep=1)
+    pair.link.begin(2, 1)
+    pair.link.send_block(2, 0, slot.payload[LAYOUT.block(0)], slot.table[0])
+    pair.link.close()
+    again = pair.make_link()
+    again.connect("{}")
+    pair.replicate(slot, 2, keep=1, link=again)
+    assert pair.replica(1) is not None
+    assert pair.replica(2) is not None
+    again.close()
+
+
+def test_a_fetch_of_a_copy_that_is_not_there_says_so(pair: Pair) -> None:
+    pair.link.connect("{}")
+    slot = pair.owner_store.begin(OWNER, 9, keep=0)
+    with pytest.raises(TransportError, match="rank 0"):
+        pair.link.fetch(9, slot)
+    assert not slot.holds(9)
+
+
+def test_a_copy_damaged_at_rest_is_not_fetched(pair: Pair) -> None:
+    pair.link.connect("{}")
+    pair.replicate(pair.staged(1), 1)
+    replica = pair.replica(1)
+    assert replica is not None
+    replica.payload[17] ^= 1
+    lost = pair.owner_store.begin(OWNER, 1, keep=0)
+    with pytest.raises(TransportError, match="damaged"):
+        pair.link.fetch(1, lost)
+    assert not lost.holds(1)
+
+
+@pytest.mark.parametrize(
+    "stranger",
+    [replace(ME, secret=b"other"), replace(ME, attempt=1), replace(ME, run_id="other")],
+    ids=["without the secret", "of another attempt", "of another run"],
+)
+def test_a_peer_is_refused(pair: Pair, stranger: Identity) -> None:
+    link = pair.make_link(stranger)
+    with pytest.raises(TransportError, match="cannot link to rank 0"):
+        link.connect("{}")
+    pair.link.connect("{}")
+
+
+def test_an_owner_whose_replicas_are_elsewhere_is_refused(pair: Pair) -> None:
+    link = pair.make_link(owner=5)
+    with pytest.raises(TransportError, match="rank 5 cannot link"):
+        link.connect("{}")
+
+
+def test_a_recorded_greeting_cannot_be_replayed(pair: Pair) -> None:
+    recorded = bytearray()
+
+    class Recording(socket.socket):
+        def sendall(self, data: bytes) -> None:  # type: ignore[override]
+            recorded.extend(data)
+            super().sendall(data)
+
+    with Recording(socket.AF_INET, socket.SOCK_STREAM) as first:
+        set_deadline(first, 5.0)
+        first.connect(pair.host.address)
+        greet(first, ME, OWNER, HOST)
+    with socket.create_connection(pair.host.address) as second:
+        set_deadline(second, 5.0)
+        receive(second, 16)
+        second.sendall(bytes(recorded))
+        assert second.recv(1) == b""
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.binary(min_size=1, max_size=300))
+def test_garbage_from_a_stranger_does_no_harm(pair: Pair, garbage: bytes) -> None:
+    with socket.create_connection(pair.host.address) as stranger:
+        stranger.sendall(garbage)
+    with socket.create_connection(pair.host.address):
+        pair.link.close()
+        pair.link.connect("{}")  # also while another stranger is silent
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.one_of(
+    st.binary(min_size=FRAME_BYTES, max_size=FRAME_BYTES),
+    st.builds(Frame, st.sampled_from(Kind), st.integers(0, 9), st.integers(0, 99), st.integers(0, 1 << 60)).map(
+        Frame.pack
+    ),
+))  # fmt: skip
+def test_a_frame_that_makes_no_sense_ends_the_connection_and_harms_no_copy(pair: Pair, frame: bytes) -> None:
+    pair.link.close()
+    pair.link.connect("{}")
+    pair.replicate(pair.staged(1), 1)
+    with socket.socket() as owner:
+        set_deadline(owner, 5.0)
+        owner.connect(pair.host.address)
+        greet(owner, ME, OWNER, HOST)
+        owner.sendall(Frame(Kind.BEGIN, 2, size=1).pack() + frame)
+    pair.link.close()
+    pair.link.connect("{}")
+    replica = pair.replica(1)
+    assert replica is not None
+    assert replica.damaged_block() is None
+
+
+def test_a_host_that_hangs_is_given_up_at_the_deadline_and_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = silent.getsockname()
+        link = ReplicaLink(ME, OWNER, 7, address, timeout_s=0.2, low_class=False, send_buffer_bytes=65536)
+        link._sock = socket.create_connection(address)
+        set_deadline(link._sock, 0.2)
+        with pytest.raises(TransportError, match=r"rank 1, replica on rank 7.*deadline"):
+            link.commit(1)
+        with pytest.raises(TransportError, match="link to rank 7 is down"):
+            link.commit(1)
+
+
+def test_a_host_that_is_gone_is_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        address = gone.getsockname()
+    link = ReplicaLink(ME, OWNER, 7, address, timeout_s=0.2, low_class=False, send_buffer_bytes=65536)
+    with pytest.raises(TransportError, match=r"rank 1 cannot link to rank 7 at 127\.0\.0\.1"):
+        link.connect("{}")
+
+
+def test_an_owner_may_be_silent_for_longer_than_the_deadline_between_two_checkpoints(tmp_path: Path) -> None:
+    pair = Pair(tmp_path, timeout_s=0.1)
+    pair.link.connect("{}")
+    threading.Event().wait(0.5)
+    pair.replicate(pair.staged(1), 1)
+    assert pair.replica(1) is not None
+    pair.close()
