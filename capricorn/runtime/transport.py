@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from capricorn.errors import CapricornError, TransportError
-from capricorn.runtime.slot import Layout, Slot, checksum
+from capricorn.runtime.slot import Layout, Slot
 from capricorn.runtime.store import NodeStore
 from capricorn.runtime.wire import (
     FRAME_BYTES,
@@ -23,7 +23,7 @@ from capricorn.runtime.wire import (
     Kind,
     greet,
     receive,
-    receive_into,
+    receive_block,
     send,
     set_deadline,
     welcome,
@@ -299,8 +299,7 @@ def _receive_blocks(sock: socket.socket, iteration: int, slot: Slot) -> bool:
         place = slot.payload[slot.layout.block(frame.index)] if frame.index < slot.layout.num_blocks else None
         if frame.kind is not Kind.BLOCK or frame.iteration != iteration or place is None or len(place) != frame.size:
             raise TransportError(f"a frame {frame.kind.name} of {frame.size} bytes does not belong here")
-        receive_into(sock, place)
-        intact = intact and checksum(place) == frame.check
+        intact = receive_block(sock, place) == frame.check and intact
         slot.table[frame.index] = frame.check
         missing.discard(frame.index)
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
 
+import xxhash
+
 from capricorn.errors import TransportError
 from capricorn.runtime.slot import checksum
 from capricorn.units import Bytes, Seconds
@@ -22,6 +24,8 @@ from capricorn.units import Bytes, Seconds
 LOW_CLASS_TOS: Final = 0x20
 """DSCP CS1, the scavenger class. Source: RFC 3662, RFC 8622."""
 MANIFEST_LIMIT: Final = 64 << 20
+PIECE_BYTES: Final = 256 << 10
+"""What is received and hashed at a time; fits the second-level cache of a core."""
 _MAGIC = b"CPRN"
 _VERSION = 1
 _NONCE = 16
@@ -147,6 +151,20 @@ def receive(sock: socket.socket, num_bytes: int) -> bytes:
     return bytes(data)
 
 
+def receive_block(sock: socket.socket, place: memoryview) -> int:
+    """Fills `place` and yields its checksum, taken piece by piece while each is still in the cache.
+
+    Raises:
+        TransportError: the connection ended or the deadline passed first.
+    """
+    hasher = xxhash.xxh3_64()
+    for start in range(0, len(place), PIECE_BYTES):
+        piece = place[start : start + PIECE_BYTES]
+        receive_into(sock, piece)
+        hasher.update(piece)
+    return hasher.intdigest()
+
+
 def receive_into(sock: socket.socket, place: memoryview) -> None:
     """Fills `place`, in as few system calls as the kernel allows.
 
@@ -173,8 +191,10 @@ def send(sock: socket.socket, *parts: bytes | memoryview) -> None:
         TransportError: the connection ended or the deadline passed first.
     """
     try:
-        for part in parts:
-            sock.sendall(part)
+        for part in parts[:-1]:
+            # A short header must not travel, and wake the receiver, on its own.
+            sock.sendall(part, socket.MSG_MORE)
+        sock.sendall(parts[-1])
     except BlockingIOError:
         raise TransportError("data could not be sent before the deadline") from None
     except OSError as error:

@@ -1,0 +1,31 @@
+"""`python -m benchmarks [NAME ...]`: runs the named benchmarks, or all, and prints a line for each figure."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from benchmarks import checksums, hooks, slowdown, staging, transport
+
+BENCHMARKS: dict[str, Callable[[], None]] = {
+    "staging": staging.main,
+    "checksums": checksums.main,
+    "transport": transport.main,
+    "hooks": hooks.main,
+    "slowdown": slowdown.main,
+}
+
+
+def main() -> None:
+    """Runs what the command line names."""
+    names = sys.argv[1:] or list(BENCHMARKS)
+    unknown = [name for name in names if name not in BENCHMARKS]
+    if unknown:
+        sys.exit(f"error: unknown benchmark {unknown[0]!r}; known: {', '.join(BENCHMARKS)}")
+    for name in names:
+        print(f"== {name}", flush=True)
+        BENCHMARKS[name]()
+
+
+if __name__ == "__main__":
+    main()
