@@ -28,6 +28,7 @@ _PUBLIC = {
     "RestoreReport": "capricorn.system",
     "load_system": "capricorn.registry",
     "FlatState": "capricorn.runtime.state",
+    "join_job": "capricorn.runtime.job",
 }
 
 __all__ = ["__version__", *_PUBLIC]

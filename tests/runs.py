@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -174,9 +175,12 @@ class LiveRun:
 
     def store(self) -> Path:
         """The folder of its memory store."""
+        return Path(self._job()["store_dir"])
+
+    def _job(self) -> dict[str, Any]:
         assert self.folder is not None
-        job = json.loads((self.folder / "job.json").read_text())
-        return Path(job["store_dir"])
+        job: dict[str, Any] = json.loads((self.folder / "job.json").read_text())
+        return job
 
     def samples(self) -> list[IterationSample]:
         return list(read_samples(self.folder / ITERATIONS, IterationSample)) if self.folder else []
@@ -221,6 +225,26 @@ class LiveRun:
         tails = [f"--- {file.name}\n{file.read_text(errors='replace')[-3000:]}" for file in files]
         events = "\n".join(map(str, self.events()[-20:]))
         return "\n".join([self._stderr.read_text(), events, *tails])
+
+
+def fill_up(path: Path) -> None:
+    """Writes a file until its file system has no room left."""
+    with path.open("ab", buffering=0) as file:
+        for size in (1 << 20, 4096):
+            try:
+                while True:
+                    file.write(bytes(size))
+            except OSError as error:
+                assert error.errno == errno.ENOSPC  # noqa: PT017 - the end of the loop
+
+
+def flip_byte(path: Path, offset: int) -> None:
+    """Changes one bit of a file."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        (byte,) = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
 
 
 def polls(deadline_s: float, every_s: float = 0.05) -> Iterator[None]:

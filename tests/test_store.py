@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -167,6 +168,15 @@ def test_only_their_user_can_read_the_files(tmp_path: Path) -> None:
     store.write_manifest(0, "{}")
     assert stat.S_IMODE(store.folder.stat().st_mode) == 0o700
     assert {stat.S_IMODE(path.stat().st_mode) for path in store.folder.iterdir()} == {0o600}
+
+
+def test_the_ranks_of_a_node_may_make_its_store_at_once(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(16) as pool:
+        for attempt in range(20):
+            folder = tmp_path / f"run{attempt}"
+            folder.mkdir()
+            assert len(set(pool.map(lambda _, f=folder: make_store(f).folder, range(16)))) == 1
+            assert [path.name for path in (folder / "node0").iterdir()] == ["node.json"]
 
 
 def test_a_foreign_folder_is_refused(tmp_path: Path) -> None:

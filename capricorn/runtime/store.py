@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
@@ -231,11 +232,11 @@ def _is_locked(lock: Path) -> bool:
 
 
 def _write_text(path: Path, text: str) -> None:
-    temporary = path.with_suffix(".tmp")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    # Under a name of its own, since the ranks of a node may do this at once; readable by its user alone.
+    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=".")
     with os.fdopen(fd, "w", encoding="utf-8") as file:
         file.write(text)
-    temporary.replace(path)
+    Path(temporary).replace(path)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
