@@ -43,6 +43,8 @@ class IterationSample(Frozen):
     """Whether a checkpoint of this iteration was asked for."""
     latest_complete: int = 0
     """Newest iteration every rank could restore, as this rank knew at the end of the iteration; 0 is none."""
+    latest_local: int = 0
+    """Newest iteration of which this rank's local copy is complete; 0 is none."""
     completed: tuple[int, ...] = ()
     """Iterations whose checkpoint became complete on all ranks since the last sample of this attempt."""
     failed_saves: int = 0

@@ -145,6 +145,10 @@ class CheckpointSystem(TrainerHook, abc.ABC):
     def latest_complete(self) -> int | None:
         """Newest iteration that every rank could restore, as far as this rank knows."""
 
+    def latest_local(self) -> int | None:
+        """Newest iteration of which this rank has a complete copy in its own node's memory."""
+        return None
+
     @abc.abstractmethod
     def drain(self, timeout_s: Seconds) -> None:
         """Waits until what was requested is complete everywhere; collective.

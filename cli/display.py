@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from capricorn.harness.launcher import RunListener
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -16,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from capricorn.config import Scenario
+from capricorn.harness.launcher import RunListener
 from capricorn.records import EventSample, IterationSample
 from capricorn.report.tables import describe
 from capricorn.units import Seconds, format_bytes, format_seconds
@@ -132,6 +132,8 @@ class _Panel(_Quiet):
 
 
 TRAINING = "training"
+NAMES = ("loss", "iteration", "local tier", "stall", "peer tier", "sent", "failed saves", "memory")
+"""What the panel shows, two to a row."""
 _STATUS = {"started": "starting", "ready": "starting", "failed": "restarting", "finished": "finishing"}
 
 
@@ -144,8 +146,8 @@ def _facts(latest: Snapshot | None) -> RenderableType:
     for _ in range(2):
         table.add_column(style="dim", no_wrap=True)
         table.add_column(no_wrap=True, min_width=10)
-    for left, right in (("loss", "iteration"), ("checkpoint", "stall"), ("behind", "sent"), ("failed saves", "memory")):
-        facts = _values(latest)
+    facts, names = _values(latest), iter(NAMES)
+    for left, right in zip(names, names, strict=True):
         table.add_row(left, facts[left], right, facts[right])
     return table
 
@@ -153,29 +155,30 @@ def _facts(latest: Snapshot | None) -> RenderableType:
 def _values(latest: Snapshot | None) -> dict[str, str]:
     """The figures of the panel, by label; a dash for each until the first iteration is over."""
     if latest is None:
-        names = ("loss", "iteration", "checkpoint", "stall", "behind", "sent", "failed saves", "memory")
-        return dict.fromkeys(names, "-")
+        return dict.fromkeys(NAMES, "-")
     return {
         "loss": f"{latest.loss:.4f}",
         "iteration": format_seconds(latest.duration_s),
-        "checkpoint": str(latest.latest_complete) if latest.latest_complete else "-",
+        "local tier": str(latest.latest_local or "-"),
+        "peer tier": _peer_tier(latest),
         "stall": format_seconds(latest.stall_s),
-        "behind": _behind(latest),
         "sent": f"{format_bytes(latest.sent_bytes_per_s)}/s",
         "failed saves": str(latest.failed_saves),
         "memory": format_bytes(latest.rss_bytes),
     }
 
 
-def _behind(latest: Snapshot) -> str:
-    return f"{latest.lag} iteration{'s' * (latest.lag != 1)}" if latest.latest_complete else "-"
+def _peer_tier(latest: Snapshot) -> str:
+    """The newest iteration that is complete in all its replicas, and how far behind that is."""
+    return f"{latest.latest_complete}, lag {latest.lag}" if latest.latest_complete else "-"
 
 
 def _line(latest: Snapshot, iterations: int) -> str:
     values = _values(latest)
     return (
         f"iteration {latest.iteration}/{iterations}  loss {values['loss']}  {values['iteration']}  "
-        f"stall {values['stall']}  complete {values['checkpoint']}  sent {values['sent']}  memory {values['memory']}"
+        f"stall {values['stall']}  local {values['local tier']}  peers {values['peer tier']}  "
+        f"sent {values['sent']}  memory {values['memory']}"
     )
 
 

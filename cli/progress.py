@@ -22,6 +22,7 @@ class Snapshot:
     loss: float
     duration_s: Seconds
     stall_s: Seconds
+    latest_local: int
     latest_complete: int
     sent_bytes_per_s: BytesPerSecond
     rss_bytes: Bytes
@@ -79,6 +80,7 @@ class Progress:
             loss=sum(sample.loss for sample in ranks) / len(ranks),
             duration_s=duration_s,
             stall_s=max(sample.stall_s for sample in ranks),
+            latest_local=min(sample.latest_local for sample in ranks),
             latest_complete=max(sample.latest_complete for sample in ranks),
             sent_bytes_per_s=sum(sample.sent_bytes for sample in ranks) / duration_s if duration_s else 0.0,
             rss_bytes=sum(sample.rss_bytes for sample in ranks),

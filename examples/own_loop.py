@@ -4,7 +4,8 @@
 
 The variable is needed with torch 2.13, whose restarted workers otherwise look for those of the dead attempt.
 Rank 1 kills itself once, in iteration 30; torchrun starts all ranks again and they go on from iteration 29, or
-from 28 if 29 was still being copied. Several nodes: `torchrun --nnodes 2 ...` and `replicas=2`; then the loss of a node is survived as well.
+from 28 if 29 was still being copied. On several nodes, with `torchrun --nnodes 2 ...` and `replicas=2`, the loss of a
+node is survived as well.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def cli(*arguments: str | Path) -> int:
 
 def sample(iteration: int, rank: int, **fields: Any) -> IterationSample:
     usual = {"attempt": 0, "at_s": float(iteration), "duration_s": 0.5, "stall_s": 0.01, "loss": 5.0, "tokens": 128}
-    done = {"requested": True, "latest_complete": iteration, "completed": [iteration]}
+    done = {"requested": True, "latest_local": iteration, "latest_complete": iteration, "completed": [iteration]}
     return IterationSample.model_validate({"iteration": iteration, "rank": rank} | usual | done | fields)
 
 
@@ -237,7 +237,9 @@ def test_a_pipe_gets_plain_lines_and_the_result(
     assert cli(*TINY, "--iterations", "4", "-v", "--out", tmp_path) == 0
     printed = capsys.readouterr().out
     assert "\x1b" not in printed
-    assert re.search(r"^iteration 3/4  loss 5.0000  0.5 s  stall 10 ms  complete 3 ", printed, re.MULTILINE)
+    assert re.search(
+        r"^iteration 3/4  loss 5.0000  0.5 s  stall 10 ms  local 3  peers 3, lag 0 ", printed, re.MULTILINE
+    )
     assert "requested 4 = effective 4" in printed
     assert str(tmp_path / "run1") in printed
 

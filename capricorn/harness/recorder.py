@@ -88,6 +88,7 @@ class Recorder(TrainerHook):
             sent_bytes=now.sent_bytes - before.sent_bytes,
             requested=self._every > 0 and measured.iteration % self._every == 0,
             latest_complete=self._system.latest_complete() or 0,
+            latest_local=self._system.latest_local() or 0,
             completed=tuple(self._system.take_completed()),
             failed_saves=now.failed_saves - before.failed_saves,
             rss_bytes=_rss_bytes(),

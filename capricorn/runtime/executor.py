@@ -25,11 +25,13 @@ class Save:
     """One checkpoint of one rank on its way: staged into a local slot, then replicated.
 
     Attributes:
+        is_local: whether the copy in this node's memory is complete.
         failures: what went wrong, in words; empty when all replicas are in place.
     """
 
     def __init__(self, iteration: int, keep: int, plan: Plan, num_links: int) -> None:
         self.iteration, self.keep, self.plan = iteration, keep, plan
+        self.is_local = False
         self.failures: list[str] = []
         self.slot: Slot | None = None
         self._staged_blocks = 0
@@ -46,6 +48,7 @@ class Save:
     def finish_staging(self, failure: str = "") -> None:
         with self._changed:
             self._is_staged = True
+            self.is_local = not failure
             if failure:
                 self.failures.append(failure)
             self._changed.notify_all()

@@ -45,6 +45,7 @@ class ReplicatingSystem(CheckpointSystem):
         self._executor: Executor | None = None
         self._store: NodeStore | None = None
         self._completed: list[int] = []
+        self._latest_local = 0
         self._waiting: int | None = None
         """An iteration whose save cannot start yet, since the one before has not settled."""
         self._is_clean = False
@@ -77,6 +78,7 @@ class ReplicatingSystem(CheckpointSystem):
         if save is not None:
             if not save.wait_staged(self._timeout_s):
                 raise StoreError(f"rank {self._job.rank}: iteration {save.iteration} is still not staged")
+            self._latest_local = save.iteration if save.is_local else self._latest_local
             self._completion.ask()
 
     def after_update(self, iteration: int) -> None:
@@ -102,6 +104,9 @@ class ReplicatingSystem(CheckpointSystem):
     def latest_complete(self) -> int | None:
         return self._completion.latest or None
 
+    def latest_local(self) -> int | None:
+        return self._latest_local or None
+
     def drain(self, timeout_s: Seconds) -> None:
         self._settle()
         if self._waiting is not None:
@@ -122,7 +127,7 @@ class ReplicatingSystem(CheckpointSystem):
         self._state.load(payload_of(slot))
         self._state.publish()
         self._forget_after(found.iteration)
-        self._completion.latest = found.iteration
+        self._completion.latest = self._latest_local = found.iteration
         self._replace_lost(found.iteration, found.holders[found.iteration][self._job.rank])
         sources = ["local" if source == owner else "peer" for owner, source in enumerate(found.sources)]
         load_s = time.perf_counter() - begin_s
