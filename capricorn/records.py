@@ -49,6 +49,7 @@ class IterationSample(Frozen):
     """Iterations whose checkpoint became complete on all ranks since the last sample of this attempt."""
     failed_saves: int = 0
     rss_bytes: Bytes = 0
+    """Resident memory of the process, without the memory store that it maps."""
     collision_s: Seconds = 0.0
     overflow_s: Seconds = 0.0
     replanned: bool = False

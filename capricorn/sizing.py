@@ -13,8 +13,8 @@ from capricorn.units import MIB, Bytes
 
 STATE_BYTES_PER_PARAM = 12
 """fp32 weight, Adam's first and second moment. Source: Gemini, SOSP'23, section 2."""
-PROCESS_BYTES = 260 * MIB
-"""Resident size of one Python process with torch imported and a gloo group, CPU build."""
+WORKER_BYTES, AGENT_BYTES = 355 * MIB, 225 * MIB
+"""Resident size of a worker before it makes a model, and of a process that has torch imported; CPU build, measured."""
 NUM_SLOTS = 2
 """Iterations the store keeps of each copy: the newest complete one and the one being written."""
 
@@ -70,6 +70,14 @@ def active_params(model: ModelConfig) -> int:
     return dense_params(model) + num_moe_layers(model) * model.top_k * expert_params(model)
 
 
+def activation_bytes(model: ModelConfig, value_bytes: Bytes) -> Bytes:
+    """What the forward pass keeps for the backward pass, about; nothing is recomputed."""
+    attention = 4 * model.hidden + 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
+    moe = (model.top_k * (2 * model.hidden + 4 * model.ffn)) + model.num_shared_experts * 4 * model.ffn
+    values = model.num_layers * (8 * model.hidden + attention + moe) + 3 * model.vocab_size
+    return value_bytes * model.tokens_per_rank * values
+
+
 @dataclass(frozen=True, slots=True)
 class Needs:
     """Bytes a scenario takes; per rank those of the rank with the most experts."""
@@ -77,7 +85,7 @@ class Needs:
     shard_bytes: Bytes
     """State one rank owns and checkpoints: 12 bytes per owned parameter."""
     device_bytes: Bytes
-    """Weights, gradients and moments one rank keeps resident, on its device."""
+    """Weights, gradients, moments and activations one rank keeps, on its device."""
     process_bytes: Bytes
     """Host memory of all processes on this machine, training state included when the device is the CPU."""
     store_bytes: Bytes
@@ -96,10 +104,10 @@ def needs_of(scenario: Scenario, *, cuda: bool) -> Needs:
     dense = dense_params(model)
     dense_share = -(-dense // topology.world_size)
     shard = STATE_BYTES_PER_PARAM * (held + dense_share)
-    device = 8 * (dense + held) + 8 * (held + dense_share)
+    device = 8 * (dense + held) + 8 * (held + dense_share) + activation_bytes(model, 2 if cuda else 4)
     nodes_here = 1 if scenario.launch.nnodes else topology.num_nodes
     ranks_here = nodes_here * topology.ranks_per_node
-    processes = PROCESS_BYTES * (nodes_here + 1 + ranks_here) + (0 if cuda else device * ranks_here)
+    processes = AGENT_BYTES * (nodes_here + 1) + (WORKER_BYTES + (0 if cuda else device)) * ranks_here
     checkpoints = system.name != "none" and system.every > 0
     state = STATE_BYTES_PER_PARAM * total_params(model) * nodes_here // topology.num_nodes
     store = state * NUM_SLOTS * system.replicas if checkpoints else 0

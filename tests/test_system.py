@@ -248,7 +248,7 @@ def abandon(rank: int, num_nodes: int, folder: str) -> list[Any]:
     toy.train(1, 3)
     toy.system.before_update(4)
     toy.weights.fill_(100.0 * 4 + rank)
-    toy.system._settle()
+    toy.system._settle(5.0)
     if rank == 0:
         toy.system._start(4)  # rank 1 never comes to this
     toy.system.close()

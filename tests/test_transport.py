@@ -239,7 +239,7 @@ def test_a_host_that_hangs_is_given_up_at_the_deadline_and_named(tmp_path: Path)
         set_deadline(link._sock, 0.2)
         with pytest.raises(TransportError, match=r"rank 1, replica on rank 7.*deadline"):
             link.commit(1)
-        with pytest.raises(TransportError, match="link to rank 7 is down"):
+        with pytest.raises(TransportError, match="rank 7: the link is down"):
             link.commit(1)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,8 +27,6 @@ from capricorn.records import (
 )
 from capricorn.system import CheckpointSystem, Counters, RestoreReport
 from capricorn.units import Bytes, Seconds
-
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Recorder(TrainerHook):
@@ -161,5 +159,6 @@ def was_ever_complete(run_dir: Path) -> bool:
 
 
 def _rss_bytes() -> Bytes:
-    with Path("/proc/self/statm").open() as file:
-        return int(file.read().split()[1]) * _PAGE_BYTES
+    """Resident memory of this process without what it maps of tmpfs, which is the store's."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * sum(int(kib) for kib in re.findall(r"^Rss(?:Anon|File):\s+(\d+) kB", status, re.MULTILINE))

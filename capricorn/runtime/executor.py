@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from queue import SimpleQueue
 
@@ -19,6 +20,9 @@ from capricorn.runtime.store import NodeStore
 from capricorn.runtime.transport import ReplicaLink
 from capricorn.system import ChunkEvent
 from capricorn.units import Bytes, Seconds, format_seconds
+
+MAX_EVENTS = 1 << 14
+"""Transfers remembered for a timeline that nobody takes; the oldest are forgotten."""
 
 
 class Save:
@@ -105,7 +109,7 @@ class Executor:
         timeout_s: Seconds,
     ) -> None:
         self.staged_bytes: Bytes = 0
-        self.events: list[ChunkEvent] = []
+        self._events: deque[ChunkEvent] = deque(maxlen=MAX_EVENTS)
         self._store, self._owner, self._attempt = store, owner, attempt
         self._stager, self._links, self._timeout_s = stager, links, timeout_s
         self._to_stage: SimpleQueue[Save | None] = SimpleQueue()
@@ -141,17 +145,18 @@ class Executor:
                 queue.put(save)
         return save
 
-    def settle(self, save: Save) -> None:
+    def settle(self, save: Save, timeout_s: Seconds) -> None:
         """Waits until all copies of a save are in place or have failed; those that are late by then have failed."""
-        if not save.wait_settled(self._timeout_s):
-            late = "replicas were not acknowledged within " + format_seconds(self._timeout_s)
+        if not save.wait_settled(timeout_s):
+            late = "replicas were not acknowledged within " + format_seconds(timeout_s)
             for link in self._links:
                 link.close()
             save.give_up(late)
 
     def take_events(self) -> list[ChunkEvent]:
         """Transfers finished since the last call."""
-        taken, self.events = self.events, []
+        taken = list(self._events)
+        self._events.clear()
         return taken
 
     def close(self) -> None:
@@ -209,4 +214,4 @@ class Executor:
         link.commit(save.iteration)
 
     def _note(self, kind: str, save: Save, begin_s: Seconds, num_bytes: int) -> None:
-        self.events.append(ChunkEvent(kind, save.iteration, begin_s, time.perf_counter(), num_bytes))
+        self._events.append(ChunkEvent(kind, save.iteration, begin_s, time.perf_counter(), num_bytes))

@@ -72,7 +72,7 @@ class ReplicatingSystem(CheckpointSystem):
 
     def before_update(self, iteration: int) -> None:
         if self._waiting is not None:
-            self._settle()
+            self._settle(self._timeout_s)
             self._start(self._waiting)
         save = self._completion.pending
         if save is not None:
@@ -108,10 +108,10 @@ class ReplicatingSystem(CheckpointSystem):
         return self._latest_local or None
 
     def drain(self, timeout_s: Seconds) -> None:
-        self._settle()
+        self._settle(timeout_s)
         if self._waiting is not None:
             self._start(self._waiting)
-            self._settle()
+            self._settle(timeout_s)
         if self._counters.failed_saves:
             raise CapricornError(
                 f"{self._counters.failed_saves} saves failed on rank {self._job.rank}, "
@@ -201,13 +201,13 @@ class ReplicatingSystem(CheckpointSystem):
             self._counters.last_failure = f"iteration {save.iteration}: {save.failures[0]}"
         return True
 
-    def _settle(self) -> None:
+    def _settle(self, timeout_s: Seconds) -> None:
         """Blocks until no save is on its way on any rank; each rank waits for its own, so one reduction is enough."""
         if self._learn():
             return
         assert self._executor is not None
         assert self._completion.pending is not None
-        self._executor.settle(self._completion.pending)
+        self._executor.settle(self._completion.pending, timeout_s)
         self._completion.ask()
         self._learn()
 

@@ -145,10 +145,16 @@ class Slot:
     def header(self) -> Header | None:
         return Header.unpack(self._map[:PAGE])
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether it is a complete copy of a state of our layout, by its header."""
+        header = self.header
+        return header is not None and header.state == COMPLETE and header.layout == self.layout
+
     def holds(self, iteration: int) -> bool:
         """Whether it is a complete copy of that iteration, by its header."""
         header = self.header
-        return header is not None and header.state == COMPLETE and header.iteration == iteration
+        return self.is_complete and header is not None and header.iteration == iteration
 
     def begin(self, iteration: int, attempt: int) -> None:
         """Gives up what it held and makes ready to be written."""

@@ -94,8 +94,8 @@ class NodeStore:
 
     def iterations(self, owner: int) -> list[int]:
         """Iterations of which a hosted owner has a complete copy here, by their headers."""
-        headers = (slot.header for slot in self._slots[owner])
-        return [h.iteration for h in headers if h is not None and h.state == COMPLETE]
+        headers = (slot.header for slot in self._slots[owner] if slot.is_complete)
+        return [header.iteration for header in headers if header is not None]
 
     def forget_after(self, iteration: int) -> None:
         """Empties the hosted copies of later iterations: after a rollback they belong to an abandoned future."""
@@ -143,8 +143,7 @@ class NodeStore:
 
 def _age(slot: Slot) -> tuple[bool, int]:
     header = slot.header
-    complete = header is not None and header.state == COMPLETE
-    return complete, header.iteration if header is not None else 0
+    return slot.is_complete, header.iteration if header is not None else 0
 
 
 @dataclass(frozen=True, slots=True)

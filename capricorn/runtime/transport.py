@@ -92,9 +92,8 @@ class ReplicaLink:
             TransportError: the host has no such copy, or it arrived damaged.
         """
         self._send(Frame(Kind.FETCH, iteration))
-        assert self._sock is not None
-        with self._blame():
-            if not _receive_blocks(self._sock, iteration, slot):
+        with self._blame() as sock:
+            if not _receive_blocks(sock, iteration, slot):
                 raise TransportError(f"the copy of iteration {iteration} on rank {self.host} is damaged")
         slot.commit()
 
@@ -123,21 +122,20 @@ class ReplicaLink:
         self._sock = sock
 
     def _send(self, frame: Frame, *payload: memoryview) -> None:
-        if self._sock is None:
-            raise TransportError(f"the link to rank {self.host} is down")
-        with self._blame():
-            send(self._sock, frame.pack(), *payload)
+        with self._blame() as sock:
+            send(sock, frame.pack(), *payload)
 
     def _receive(self) -> Frame:
-        assert self._sock is not None
-        with self._blame():
-            return Frame.unpack(receive(self._sock, FRAME_BYTES))
+        with self._blame() as sock:
+            return Frame.unpack(receive(sock, FRAME_BYTES))
 
     @contextlib.contextmanager
-    def _blame(self) -> Iterator[None]:
-        # What went wrong is told with the rank it was waited for, and the link is not trusted any more.
+    def _blame(self) -> Iterator[socket.socket]:
+        """The open link; what goes wrong with it is told with the rank waited for, and ends it."""
         try:
-            yield
+            if (sock := self._sock) is None:  # also when another thread has just closed it
+                raise TransportError("the link is down")
+            yield sock
         except TransportError as error:
             self.close()
             raise TransportError(f"rank {self._owner}, replica on rank {self.host}: {error}") from None
