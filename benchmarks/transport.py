@@ -12,10 +12,12 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 from benchmarks.timing import interleaved, ratio
+from capricorn.runtime.handshake import Identity
+from capricorn.runtime.host import ReplicaHost
 from capricorn.runtime.slot import Layout, Slot, checksum
 from capricorn.runtime.store import NodeStore
-from capricorn.runtime.transport import ReplicaHost, ReplicaLink
-from capricorn.runtime.wire import Identity, receive_into, set_deadline
+from capricorn.runtime.transport import ReplicaLink
+from capricorn.runtime.wire import receive_into, set_deadline
 from capricorn.topology import Topology
 from capricorn.units import MIB
 

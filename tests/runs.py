@@ -14,7 +14,8 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from tempfile import TemporaryFile
+from typing import IO, Any, Self, TypeVar
 
 import psutil
 import pytest
@@ -88,14 +89,27 @@ class Run(Done):
         return list(read_samples(self._folder() / OPS, OpSample))
 
     @property
+    def num_struck(self) -> int:
+        """Injected failures that happened."""
+        return sum(event.event == "fault" for event in self.events)
+
+    @property
     def resumed(self) -> list[int]:
-        """The iteration whose state each restart began with."""
-        return [recovery.resumed_iteration for recovery in self.recoveries]
+        """The iteration whose state each restart began with; 0 is the initial one."""
+        events = self.events
+        last = max((event.attempt for event in events), default=0)
+        starts = {event.attempt: event.iteration for event in events if event.event == "resumed"}
+        return [starts.get(attempt, 0) for attempt in range(1, last + 1)]
 
     @property
     def lost(self) -> list[int]:
-        """Iterations that each restart had to do again."""
-        return [recovery.lost_iterations for recovery in self.recoveries]
+        """Iterations that each restart had to do again, by what had been recorded until then."""
+        samples = self.samples
+        done = [
+            max((sample.iteration for sample in samples if sample.attempt <= attempt), default=0)
+            for attempt in range(len(self.resumed))
+        ]
+        return [max(0, before - resumed) for before, resumed in zip(done, self.resumed, strict=True)]
 
     @property
     def sources(self) -> list[list[str]]:
@@ -136,16 +150,16 @@ class LiveRun:
         out.mkdir(parents=True, exist_ok=True)
         usual = (*TINY, "--iterations", str(ITERATIONS_DONE), "--out", out)
         arguments = [*prefix, *PROGRAM, "run", *map(str, (*usual, *options))]
-        self._stdout, self._stderr = out / f"{self._mark}.stdout", out / f"{self._mark}.stderr"
-        with self._stdout.open("w") as stdout, self._stderr.open("w") as stderr:
-            self.process = subprocess.Popen(
-                arguments,
-                stdin=subprocess.DEVNULL,
-                stdout=stdout,
-                stderr=stderr,
-                env={**os.environ, MARK: self._mark},
-                start_new_session=True,  # a process group of its own, as a shell makes it
-            )
+        # Files, as a pipe that nobody reads may fill up and block.
+        self._stdout, self._stderr = TemporaryFile(), TemporaryFile()  # noqa: SIM115 - closed in __exit__
+        self.process = subprocess.Popen(
+            arguments,
+            stdin=subprocess.DEVNULL,
+            stdout=self._stdout,
+            stderr=self._stderr,
+            env={**os.environ, MARK: self._mark},
+            start_new_session=True,  # a process group of its own, as a shell makes it
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -155,6 +169,8 @@ class LiveRun:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self.process.wait()
+        self._stdout.close()
+        self._stderr.close()
 
     def processes(self) -> list[psutil.Process]:
         """All living processes of the run."""
@@ -197,7 +213,7 @@ class LiveRun:
         for _ in polls(deadline_s):
             if value := happened():
                 return value
-            assert self.process.poll() is None, f"the run ended before {what}: {self._stderr.read_text()}"
+            assert self.process.poll() is None, f"the run ended before {what}: {_text(self._stderr)}"
         pytest.fail(f"{what} did not come within {deadline_s} s\n{self._logs()}")
 
     def interrupt(self, number: signal.Signals) -> None:
@@ -210,7 +226,7 @@ class LiveRun:
             code = self.process.wait(deadline_s)
         except subprocess.TimeoutExpired:
             pytest.fail(f"the run hangs: not done after {deadline_s} s\n{self._logs()}")
-        ended = Run(code, self._stdout.read_text(), self._stderr.read_text(), self.folder)
+        ended = Run(code, _text(self._stdout), _text(self._stderr), self.folder)
         left = [f"{process.pid}: {process.cmdline()}" for process in self.processes()]
         assert not left, f"the run left processes behind: {left}"
         if (
@@ -224,7 +240,12 @@ class LiveRun:
         files = sorted((self.folder / "log").glob("*.log")) if self.folder else []
         tails = [f"--- {file.name}\n{file.read_text(errors='replace')[-3000:]}" for file in files]
         events = "\n".join(map(str, self.events()[-20:]))
-        return "\n".join([self._stderr.read_text(), events, *tails])
+        return "\n".join([_text(self._stderr), events, *tails])
+
+
+def _text(file: IO[bytes]) -> str:
+    """What a process has written to the file so far; leaves its position alone, which they share."""
+    return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")
 
 
 def fill_up(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from functools import cache
@@ -56,11 +57,11 @@ def test_a_rank_may_die_at_every_moment_of_an_iteration(rank: int, tmp_path: Pat
     kills = [f"kill@rank={rank},iteration={i},op={moment}" for i, moment in enumerate(moments, 2)]
     ended = run(tmp_path, "--iterations", "40", *faults(*kills), deadline_s=MANY_S)
     assert_ok(ended)
-    assert len(ended.recoveries) == len(kills), "every kill struck"
+    assert ended.num_struck == len(kills)
+    assert len(ended.lost) == len(kills)
     lost = dict(zip(moments, ended.lost, strict=True))
     print(f"rank {rank}: {len(kills)} kills, lost {lost}, recovery {ended.summary['recovery_s']:.1f} s")
     assert max(lost.values()) <= 1, lost
-    assert all(after + 1 >= before for before, after in zip(range(1, 40), ended.resumed, strict=False))
     assert_same_losses(ended, reference)
 
 
@@ -69,10 +70,21 @@ def test_twenty_kills_in_a_row_lose_at_most_one_iteration_each(tmp_path: Path, r
              for i in range(10, 30)]  # fmt: skip
     ended = run(tmp_path, "--iterations", "40", *faults(*kills), deadline_s=MANY_S)
     assert_ok(ended)
-    assert len(ended.recoveries) == 20
+    assert ended.num_struck == len(ended.lost) == 20
     print(f"lost {ended.lost}, recovery {ended.summary['recovery_s']:.1f} s")
     assert max(ended.lost) <= 1
     assert_same_losses(ended, reference)
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="worker.run writes a recovery after the first iteration only, so one that ends sooner is not counted",
+)
+def test_a_restart_that_dies_in_its_first_iteration_is_recorded_too(tmp_path: Path) -> None:
+    ended = run(tmp_path, *faults("kill@rank=1,iteration=11", "kill@rank=0,iteration=11,op=update.end"))
+    assert_ok(ended)
+    assert len(ended.lost) == 2
+    assert len(ended.recoveries) == 2
 
 
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 2), (2, 1), (3, 1), (2, 2)])
@@ -82,7 +94,7 @@ def test_restarts_never_hang(nodes: int, ranks_per_node: int, tmp_path: Path, re
     replicas = ("--replicas", str(min(2, nodes)))
     ended = run(tmp_path, *shape(nodes, ranks_per_node), *replicas, *faults(*kills), deadline_s=200)
     assert_ok(ended)
-    assert len(ended.recoveries) == 5
+    assert ended.num_struck == len(ended.lost) == 5
     assert max(ended.lost) <= 1
     print(f"{nodes} x {ranks_per_node}: lost {ended.lost}, recovery {ended.summary['recovery_s']:.1f} s")
     assert_same_losses(ended, reference_of(nodes, ranks_per_node))
@@ -118,7 +130,7 @@ def test_a_second_node_may_be_lost_once_the_first_is_replaced(gap: int, tmp_path
 
 
 def test_memory_does_not_grow_and_the_store_is_as_large_as_foretold(tmp_path: Path) -> None:
-    ended = run(tmp_path, "--iterations", "200")
+    ended = run(tmp_path, "--iterations", "200", "--set", "model.ffn=256")
     assert_ok(ended)
     for rank in range(2):
         samples = [sample for sample in ended.samples if sample.rank == rank and sample.iteration > 50]
@@ -126,9 +138,24 @@ def test_memory_does_not_grow_and_the_store_is_as_large_as_foretold(tmp_path: Pa
         slope, _ = np.polyfit([s.iteration for s in samples], [s.rss_bytes for s in samples], 1)
         print(f"rank {rank}: {slope:.0f} bytes an iteration, {samples[-1].rss_bytes} in the end")
         assert abs(slope) < 20_000
-    expected = needs_of(Scenario.model_validate(ended.record["config"]), cuda=False).store_bytes
+    expected = foretold(ended)
     print(f"store {ended.summary['store_bytes']}, by formula {expected}")
     assert ended.summary["store_bytes"] == pytest.approx(expected, rel=0.01)
+
+
+def foretold(ended: Run) -> int:
+    return needs_of(Scenario.model_validate(ended.record["config"]), cuda=False).store_bytes
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="sizing.needs_of counts no header, checksum table, random state and manifest: 1.4 % of mixtral-tiny",
+)
+def test_a_tmpfs_that_is_a_little_too_small_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with tmpfs("12000k") as root:
+        ended = run(tmp_path, "--set", f"store.root={root}")
+    assert ended.exit_code == 2, ended.stderr
+    assert ended.folder is None
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -146,6 +173,64 @@ def test_an_interrupt_while_a_run_starts_leaves_nothing(after_s: float, number: 
     assert not any(stores.iterdir())
 
 
+def test_hammering_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
+    with LiveRun(tmp_path, "--iterations", "5000") as live:
+        live.wait_iteration(3)
+        while live.process.poll() is None:
+            live.interrupt(signal.SIGINT)
+            time.sleep(0.002)
+        ended = live.finish()
+    assert ended.exit_code == 130
+    assert "Traceback" not in ended.stderr
+
+
+def test_fewer_checkpoints_lose_the_iterations_in_between(tmp_path: Path, reference: Run) -> None:
+    ended = run(tmp_path, "--iterations", "40", "--ckpt", "every-5", *faults("kill@rank=1,iteration=19"))
+    assert_ok(ended)
+    assert ended.summary["requested"] == 8
+    assert ended.resumed == [15]
+    assert ended.lost == [3]
+    assert_same_losses(ended, reference)
+
+
+def kill_a_worker(live: LiveRun) -> None:
+    """Kills the newest worker of rank 1 from outside."""
+    started = [event for event in live.events() if event.event == "started" and event.rank == 1]
+    os.kill(int(started[-1].detail.removeprefix("pid ")), signal.SIGKILL)
+
+
+def test_a_worker_killed_from_outside_is_restarted(tmp_path: Path, reference: Run) -> None:
+    with LiveRun(tmp_path, "--iterations", "300") as live:
+        live.wait_iteration(10)
+        kill_a_worker(live)
+        ended = live.finish()
+    assert_ok(ended)
+    assert len(ended.recoveries) == 1
+    assert max(ended.lost) <= 1
+    assert_same_losses(ended, reference)
+
+
+def test_a_run_that_dies_more_often_than_allowed_says_so(tmp_path: Path) -> None:
+    with LiveRun(tmp_path, "--iterations", "5000", "-q", "--set", "launch.max_restarts=0") as live:
+        live.wait_iteration(10)
+        kill_a_worker(live)
+        ended = live.finish()
+    assert ended.exit_code == 1
+    assert "gave up" in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+    assert "stopped after" in ended.record["verdict"]
+
+
+def test_results_that_find_no_room_end_the_run_in_one_line(tmp_path: Path) -> None:
+    with tmpfs("400k") as out, LiveRun(out, "--iterations", "5000", "-q") as live:
+        live.wait_iteration(3)
+        fill_up(out / "foreign")
+        ended = live.finish(deadline_s=60)
+    assert ended.exit_code == 1
+    assert "Traceback" not in ended.stderr
+    assert "No space left" in ended.stderr
+
+
 def test_a_replaced_node_that_finds_no_room_ends_the_run_with_what_to_do(tmp_path: Path) -> None:
     with (
         tmpfs("64M") as root,
@@ -158,6 +243,6 @@ def test_a_replaced_node_that_finds_no_room_ends_the_run_with_what_to_do(tmp_pat
         ended = live.finish()
         assert command("inspect", ended.folder or "").exit_code == 0
     assert ended.exit_code == 1
-    assert len(ended.stderr.splitlines()[-1:]) == 1
+    assert len(ended.stderr.splitlines()) == 1
     assert "enlarge that tmpfs" in ended.stderr
     assert "stopped after" in ended.record["verdict"]

@@ -14,10 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from capricorn.errors import TransportError
+from capricorn.runtime.handshake import Identity, greet
+from capricorn.runtime.host import ReplicaHost
 from capricorn.runtime.slot import Layout, Slot, checksum
 from capricorn.runtime.store import NodeStore
-from capricorn.runtime.transport import ReplicaHost, ReplicaLink
-from capricorn.runtime.wire import FRAME_BYTES, Frame, Identity, Kind, greet, receive, set_deadline
+from capricorn.runtime.transport import ReplicaLink
+from capricorn.runtime.wire import FRAME_BYTES, Frame, Kind, receive, set_deadline
 from capricorn.topology import Topology
 
 LAYOUT = Layout(payload_bytes=300_000, block_bytes=65536, digest=3)

@@ -6,7 +6,7 @@ Knows no system by name, no fault and no file; those listen to its hooks.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -29,38 +29,29 @@ class StallMeter(TrainerHook):
         self.stall_s: Seconds = 0.0
 
     def on_iteration_begin(self, iteration: int) -> None:
-        begin_s = time.perf_counter()
-        self._system.on_iteration_begin(iteration)
-        self.stall_s += time.perf_counter() - begin_s
+        self._charge(self._system.on_iteration_begin, iteration)
 
     def on_op_begin(self, op: OpKey) -> None:
-        begin_s = time.perf_counter()
-        self._system.on_op_begin(op)
-        self.stall_s += time.perf_counter() - begin_s
+        self._charge(self._system.on_op_begin, op)
 
     def on_op_end(self, op: OpKey) -> None:
-        begin_s = time.perf_counter()
-        self._system.on_op_end(op)
-        self.stall_s += time.perf_counter() - begin_s
+        self._charge(self._system.on_op_end, op)
 
     def on_routed(self, layer: int, tokens_per_expert: Sequence[int]) -> None:
-        begin_s = time.perf_counter()
-        self._system.on_routed(layer, tokens_per_expert)
-        self.stall_s += time.perf_counter() - begin_s
+        self._charge(self._system.on_routed, layer, tokens_per_expert)
 
     def before_update(self, iteration: int) -> None:
-        begin_s = time.perf_counter()
-        self._system.before_update(iteration)
-        self.stall_s += time.perf_counter() - begin_s
+        self._charge(self._system.before_update, iteration)
 
     def after_update(self, iteration: int) -> None:
-        begin_s = time.perf_counter()
-        self._system.after_update(iteration)
-        self.stall_s += time.perf_counter() - begin_s
+        self._charge(self._system.after_update, iteration)
 
     def on_iteration_end(self, iteration: int) -> None:
+        self._charge(self._system.on_iteration_end, iteration)
+
+    def _charge(self, moment: Callable[..., None], *arguments: object) -> None:
         begin_s = time.perf_counter()
-        self._system.on_iteration_end(iteration)
+        moment(*arguments)
         self.stall_s += time.perf_counter() - begin_s
 
 

@@ -17,13 +17,14 @@ from capricorn.planner.plan import Planner, StreamPlanner
 from capricorn.runtime.completion import Completion
 from capricorn.runtime.exchange import barrier, gather_addresses, gather_layouts, share_secret
 from capricorn.runtime.executor import Executor
+from capricorn.runtime.handshake import Identity
+from capricorn.runtime.host import ReplicaHost
 from capricorn.runtime.recovery import Recovery
 from capricorn.runtime.slot import Layout
 from capricorn.runtime.staging import make_stager, payload_of
 from capricorn.runtime.state import FlatState
 from capricorn.runtime.store import NodeStore
-from capricorn.runtime.transport import ReplicaHost, ReplicaLink
-from capricorn.runtime.wire import Identity
+from capricorn.runtime.transport import ReplicaLink
 from capricorn.system import CheckpointSystem, ChunkEvent, Counters, JobContext, RestoreReport
 from capricorn.units import Seconds
 

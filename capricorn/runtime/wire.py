@@ -1,16 +1,13 @@
-"""What travels between nodes: a mutual handshake, then fixed-size frames, some followed by one block of payload.
+"""What travels between nodes: fixed-size frames, some followed by one block of payload.
 
 Nothing is unpickled and no size is believed before it is checked. Knows sockets, but no store and no torch.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-import os
+import contextlib
 import socket
 import struct
-from collections.abc import Collection
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
@@ -26,11 +23,6 @@ LOW_CLASS_TOS: Final = 0x20
 MANIFEST_LIMIT: Final = 64 << 20
 PIECE_BYTES: Final = 256 << 10
 """What is received and hashed at a time; fits the second-level cache of a core."""
-_MAGIC = b"CPRN"
-_VERSION = 1
-_NONCE = 16
-_MAC = hashlib.sha256().digest_size
-_HELLO = struct.Struct(f"<4sHIII32s{_NONCE}s")
 _FRAME = struct.Struct("<HIQQQ")
 _CHECK = struct.Struct("<Q")
 FRAME_BYTES: Final = _FRAME.size + _CHECK.size
@@ -77,58 +69,6 @@ class Frame:
             return cls(Kind(kind), iteration, index, size, check)
         except ValueError:
             raise TransportError(f"a frame of unknown kind {kind} arrived; the connection is given up") from None
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """Who speaks with whom, in which run and attempt; a peer that says otherwise is refused."""
-
-    run_id: str
-    attempt: int
-    secret: bytes
-    """Drawn anew in every attempt and never sent."""
-
-    def hello(self, owner: int, host: int, nonce: bytes) -> bytes:
-        run = hashlib.sha256(self.run_id.encode()).digest()
-        return _HELLO.pack(_MAGIC, _VERSION, self.attempt, owner, host, run, nonce)
-
-    def mac(self, role: bytes, *parts: bytes) -> bytes:
-        return hmac.digest(self.secret, role + b"".join(parts), "sha256")
-
-
-def greet(sock: socket.socket, me: Identity, owner: int, host: int) -> None:
-    """The connecting side of the handshake.
-
-    Raises:
-        TransportError: the other side refused us or could not prove that it knows the secret.
-    """
-    nonce = os.urandom(_NONCE)
-    challenge = receive(sock, _NONCE)
-    hello = me.hello(owner, host, nonce)
-    send(sock, hello + me.mac(b"owner", challenge, hello))
-    if not hmac.compare_digest(receive(sock, _MAC), me.mac(b"host", nonce, hello)):
-        raise TransportError(f"rank {host} could not prove that it belongs to run {me.run_id}")
-
-
-def welcome(sock: socket.socket, me: Identity, host: int, owners: Collection[int]) -> int:
-    """The accepting side of the handshake; yields the owner that connected.
-
-    Raises:
-        TransportError: it is a stranger, of another run, of an older attempt, none of `owners`, or meant another rank.
-    """
-    challenge = os.urandom(_NONCE)
-    send(sock, challenge)
-    message = receive(sock, _HELLO.size + _MAC)
-    hello, proof = message[: _HELLO.size], message[_HELLO.size :]
-    magic, version, attempt, owner, to, _, nonce = _HELLO.unpack(hello)
-    if magic != _MAGIC or version != _VERSION:
-        raise TransportError("a stranger connected and was refused")
-    if not hmac.compare_digest(proof, me.mac(b"owner", challenge, hello)) or hello != me.hello(owner, host, nonce):
-        raise TransportError(f"a connection for rank {to}, attempt {attempt}, was refused: not of this run and attempt")
-    if owner not in owners:
-        raise TransportError(f"rank {owner} keeps no replica on rank {host}")
-    send(sock, me.mac(b"host", nonce, hello))
-    return int(owner)
 
 
 def set_deadline(sock: socket.socket, timeout_s: Seconds) -> None:
@@ -199,3 +139,10 @@ def send(sock: socket.socket, *parts: bytes | memoryview) -> None:
         raise TransportError("data could not be sent before the deadline") from None
     except OSError as error:
         raise TransportError(f"the connection broke: {error.strerror}") from None
+
+
+def shut(sock: socket.socket) -> None:
+    """Closes a socket and wakes a thread that is blocked in a call on it, which close alone does not."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+    sock.close()

@@ -1,0 +1,154 @@
+"""The host's end of replication: accepts the owners whose replicas this node keeps, and receives into the store.
+
+Its threads only wait in system calls and checksum. Knows no tensor and no training.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+
+from capricorn.errors import CapricornError, TransportError
+from capricorn.runtime.handshake import HANDSHAKE_TIMEOUT_S, Identity, welcome
+from capricorn.runtime.slot import Layout
+from capricorn.runtime.store import NodeStore
+from capricorn.runtime.transport import receive_copy
+from capricorn.runtime.wire import FRAME_BYTES, MANIFEST_LIMIT, Frame, Kind, receive, send, set_deadline, shut
+from capricorn.units import Seconds
+
+
+class ReplicaHost:
+    """Listens on this node's own interface; one thread accepts and one serves each connection."""
+
+    def __init__(self, me: Identity, rank: int, address: str, store: NodeStore, *, timeout_s: Seconds) -> None:
+        self._me, self._rank, self._store, self._timeout_s = me, rank, store, timeout_s
+        self._layouts: dict[int, Layout] = {}
+        self._served: dict[int, tuple[socket.socket, threading.Thread]] = {}
+        self._pending: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._listener = socket.create_server((address, 0), backlog=64)
+        self._acceptor = threading.Thread(target=self._accept, name="capricorn-accept", daemon=True)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, port = self._listener.getsockname()[:2]
+        return str(host), int(port)
+
+    def start(self, layouts: dict[int, Layout]) -> None:
+        """Begins to accept the owners with these layouts, whose slots the store hosts already."""
+        self._layouts = layouts
+        self._acceptor.start()
+
+    def close(self) -> None:
+        """Ends all threads and connections."""
+        with self._lock:
+            self._closed = True
+            sockets = [*self._pending, *(sock for sock, _ in self._served.values())]
+            threads = [thread for _, thread in self._served.values()]
+        shut(self._listener)
+        for sock in sockets:
+            shut(sock)
+        for thread in [self._acceptor, *threads]:
+            if thread.ident is not None:
+                thread.join(timeout=HANDSHAKE_TIMEOUT_S)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            with self._lock:
+                if self._closed:
+                    sock.close()
+                    return
+                self._pending.add(sock)
+            threading.Thread(target=self._serve, args=(sock,), name="capricorn-host", daemon=True).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        try:
+            set_deadline(sock, HANDSHAKE_TIMEOUT_S)
+            owner = welcome(sock, self._me, self._rank, self._layouts)
+            self._take_over(owner, sock)
+            set_deadline(sock, self._timeout_s)
+            _Session(sock, self._store, owner, self._layouts[owner], self._me.attempt).run()
+        except (CapricornError, OSError):
+            # The owner sees its link end, counts the save as failed and says so; a stranger just ends.
+            return
+        finally:
+            with self._lock:
+                self._pending.discard(sock)
+            shut(sock)
+
+    def _take_over(self, owner: int, sock: socket.socket) -> None:
+        # An owner that comes again has lost its first connection; two writers must never share its slots.
+        with self._lock:
+            before = self._served.get(owner)
+            self._served[owner] = (sock, threading.current_thread())
+            self._pending.discard(sock)
+        if before is not None:
+            shut(before[0])
+            before[1].join()
+
+
+class _Session:
+    """What one owner says on one connection, acted upon."""
+
+    def __init__(self, sock: socket.socket, store: NodeStore, owner: int, layout: Layout, attempt: int) -> None:
+        self._sock, self._store, self._owner, self._layout, self._attempt = sock, store, owner, layout, attempt
+
+    def run(self) -> None:
+        """Serves until the owner closes the connection.
+
+        Raises:
+            TransportError: the connection ended, or something came that makes no sense.
+        """
+        actions: dict[Kind, Callable[[Frame], None]] = {
+            Kind.MANIFEST: self._manifest,
+            Kind.BEGIN: self._receive_replica,
+            Kind.FETCH: self._send_copy,
+        }
+        while True:
+            frame = self._next()
+            if frame.kind not in actions:
+                raise TransportError(f"{frame.kind.name} came out of turn")
+            actions[frame.kind](frame)
+
+    def _next(self) -> Frame:
+        # Between two checkpoints an owner may be silent for as long as it likes; within one the deadline holds.
+        while True:
+            try:
+                first = self._sock.recv(1)
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                raise TransportError(f"the connection broke: {error.strerror}") from None
+            if not first:
+                raise TransportError("the connection was closed")
+            return Frame.unpack(first + receive(self._sock, FRAME_BYTES - 1))
+
+    def _manifest(self, frame: Frame) -> None:
+        if frame.size > MANIFEST_LIMIT:
+            raise TransportError(f"a manifest of {frame.size} bytes is refused")
+        self._store.write_manifest(self._owner, receive(self._sock, frame.size).decode(errors="replace"))
+
+    def _receive_replica(self, frame: Frame) -> None:
+        slot = self._store.begin(self._owner, frame.iteration, frame.size, self._attempt)
+        intact = receive_copy(self._sock, frame.iteration, slot)
+        if intact:
+            self._store.commit(slot)
+        else:
+            self._store.abort(slot)
+        send(self._sock, Frame(Kind.DONE if intact else Kind.FAILED, frame.iteration).pack())
+
+    def _send_copy(self, frame: Frame) -> None:
+        slot = self._store.read(self._owner, frame.iteration)
+        if slot is None:
+            send(self._sock, Frame(Kind.FAILED, frame.iteration).pack())
+            return
+        for index in range(self._layout.num_blocks):
+            payload = slot.payload[self._layout.block(index)]
+            send(self._sock, Frame(Kind.BLOCK, frame.iteration, index, len(payload), slot.table[index]).pack(), payload)
+        send(self._sock, Frame(Kind.COMMIT, frame.iteration).pack())
