@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -171,6 +172,8 @@ class LiveRun:
         self.process.wait()
         self._stdout.close()
         self._stderr.close()
+        if exception[0] is not None and self.folder is not None:
+            shutil.rmtree(self.store(), ignore_errors=True)
 
     def processes(self) -> list[psutil.Process]:
         """All living processes of the run."""
