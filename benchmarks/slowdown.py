@@ -26,7 +26,7 @@ SETTINGS = ("--model", "mixtral-small", "--iterations", str(ITERATIONS), "--warm
 
 
 def _run(system: str, out: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "capricorn.cli.main", "run", "--system", system, "--out", out, *SETTINGS]
+    command = [sys.executable, "-m", "capricorn.cli", "run", "--system", system, "--out", out, *SETTINGS]
     record: dict[str, Any] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
     summary: dict[str, Any] = record["summary"]
     return summary

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from capricorn.errors import ConfigError, unknown_name
-from capricorn.hooks import parse_moment
+from capricorn.hooks import DIRECTIONS, MOMENTS, NO_LAYER, OpKey, matches_op, parse_moment
 from capricorn.topology import Topology, expert_split
 from capricorn.units import MIB
 
@@ -240,11 +240,24 @@ class Scenario(Frozen):
                 f"as {model.name} (fairscale Top2Gate) needs; change model.batch_size or model.seq_len",
             )
         for fault in self.faults:
-            _check_fault(fault, topology, self.train.iterations)
+            _check_fault(fault, topology, model, self.train.iterations)
         return self
 
 
-def _check_fault(fault: FaultSpec, topology: Topology, iterations: int) -> None:
+def ops_of(model: ModelConfig) -> list[OpKey]:
+    """Every op of an iteration."""
+    kinds = {True: ("attention", "gate", "dispatch", "expert", "combine"), False: ("attention", "expert")}
+    layers = [(layer, kind) for layer in range(model.num_layers) for kind in kinds[model.is_moe(layer)]]
+    both = [*layers, (NO_LAYER, "head")]
+    keys = [OpKey(layer, direction, kind) for layer, kind in both for direction in DIRECTIONS]  # type: ignore[arg-type]
+    return [*keys, OpKey(NO_LAYER, "backward", "reduce"), OpKey(NO_LAYER, "forward", "update")]
+
+
+def _check_fault(fault: FaultSpec, topology: Topology, model: ModelConfig, iterations: int) -> None:
+    can_strike = fault.op in MOMENTS or any(
+        matches_op(fault.op, op, edge) for op in ops_of(model) for edge in ("begin", "end")
+    )
+    _require(can_strike, f"fault {fault} can never strike: {model.name} has no such op")
     if fault.rank is not None:
         _require(fault.rank < topology.world_size, f"fault {fault} names rank {fault.rank} of {topology.world_size}")
     if fault.node is not None:

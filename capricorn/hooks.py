@@ -11,7 +11,7 @@ Direction: TypeAlias = Literal["forward", "backward"]
 OpKind: TypeAlias = Literal["attention", "gate", "dispatch", "expert", "combine", "head", "reduce", "update"]
 
 OP_KINDS: tuple[str, ...] = get_args(OpKind)
-DIRECTIONS: tuple[str, ...] = get_args(Direction)
+DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 NO_LAYER = -1
 
 
@@ -114,8 +114,8 @@ def parse_moment(text: str) -> str:
     return text
 
 
-def matches_op(moment: str, op: OpKey, edge: Literal["begin", "end"]) -> bool:
-    """Whether the op's begin or end is the moment that `parse_moment` accepted."""
+def matches_op(moment: str, op: OpKey, edge: str) -> bool:
+    """Whether the `edge` of the op, its `begin` or `end`, is the moment that `parse_moment` accepted."""
     kind, *rest = moment.split(".")
     wanted_edge = next((p for p in rest if p in ("begin", "end")), "begin")
     return (

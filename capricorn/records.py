@@ -4,6 +4,7 @@ every mean and percentile is computed by report/.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterator
@@ -91,6 +92,11 @@ class EventSample(Frozen):
     """As in `IterationSample`: what became complete after the last iteration, while draining."""
     staged_bytes: Bytes = 0
     sent_bytes: Bytes = 0
+    sources: tuple[str, ...] = ()
+    """`resumed`: tier each owner's state came from, `local` or `peer`."""
+    agree_s: Seconds = 0.0
+    fetch_s: Seconds = 0.0
+    load_s: Seconds = 0.0
 
 
 class RecoverySample(Frozen):
@@ -104,14 +110,15 @@ class RecoverySample(Frozen):
     """The iteration whose state was restored; 0 is the initial state."""
     lost_iterations: int
     """Iterations that had finished and had to be done again."""
-    sources: list[str]
-    """Tier each rank's state came from, by rank: `local`, `peer` or `initial`."""
+    sources: tuple[str, ...]
+    """Tier each rank's state came from, by rank: `local` or `peer`; empty for the initial state."""
     detect_s: Seconds
     restart_s: Seconds
     agree_s: Seconds
     fetch_s: Seconds
     load_s: Seconds
-    first_iteration_s: Seconds
+    first_iteration_s: Seconds | None
+    """None if a failure came before its end."""
 
 
 class Environment(Frozen):
@@ -148,11 +155,16 @@ S = TypeVar("S", bound=Frozen)
 
 
 def append(path: Path, sample: Frozen) -> None:
-    """Adds the sample as one line, in one write, so that several processes may share the file."""
+    """Adds the sample as one line, in one write, so that several processes may share the file.
+
+    Raises:
+        OSError: there is no room for it.
+    """
     line = (sample.model_dump_json() + "\n").encode()
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        os.write(fd, line)
+        if os.write(fd, line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     finally:
         os.close(fd)
 

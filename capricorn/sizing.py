@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from capricorn.config import ModelConfig, Scenario
 from capricorn.topology import expert_split
-from capricorn.units import MIB, Bytes
+from capricorn.units import KIB, MIB, Bytes
 
 STATE_BYTES_PER_PARAM = 12
 """fp32 weight, Adam's first and second moment. Source: Gemini, SOSP'23, section 2."""
@@ -17,6 +17,8 @@ WORKER_BYTES, AGENT_BYTES = 355 * MIB, 225 * MIB
 """Resident size of a worker before it makes a model, and of a process that has torch imported; CPU build, measured."""
 NUM_SLOTS = 2
 """Iterations the store keeps of each copy: the newest complete one and the one being written."""
+SLOT_OVERHEAD_BYTES = 32 * KIB
+"""Of a slot: header page, checksum table, random state, step counts, padding, and its share of the manifest."""
 
 MLA_Q_RANK, MLA_KV_RANK, MLA_ROPE_DIM = 1536, 512, 64
 """Latent widths of multi-head latent attention. Source: DeepSeek-V3, section 4.2."""
@@ -111,4 +113,6 @@ def needs_of(scenario: Scenario, *, cuda: bool) -> Needs:
     checkpoints = system.name != "none" and system.every > 0
     state = STATE_BYTES_PER_PARAM * total_params(model) * nodes_here // topology.num_nodes
     store = state * NUM_SLOTS * system.replicas if checkpoints else 0
-    return Needs(shard, device, processes, store)
+    slots = NUM_SLOTS * system.replicas * ranks_here
+    overhead = slots * (SLOT_OVERHEAD_BYTES + 8 * (shard // system.block_bytes)) if checkpoints else 0
+    return Needs(shard, device, processes, store + overhead)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,10 +114,9 @@ def _complete_everywhere(found: Sequence[Found], folder: StoreFolder | None) -> 
 
 def _num_owners(folder: StoreFolder) -> int:
     """Ranks of the run, as any of its nodes noted them."""
-    for node in folder.nodes:
-        facts = json.loads((node / "node.json").read_text(encoding="utf-8"))
-        return int(facts["num_nodes"]) * int(facts["ranks_per_node"])
-    return 0
+    from capricorn.runtime.store import NodeStore
+
+    return max((NodeStore.open(node).topology.world_size for node in folder.nodes), default=0)
 
 
 def _show(

@@ -114,7 +114,7 @@ class Run(Done):
 
     @property
     def sources(self) -> list[list[str]]:
-        return [recovery.sources for recovery in self.recoveries]
+        return [list(recovery.sources) for recovery in self.recoveries]
 
     def _folder(self) -> Path:
         assert self.folder is not None, f"no run folder: {self.stderr}"

@@ -76,10 +76,6 @@ def test_twenty_kills_in_a_row_lose_at_most_one_iteration_each(tmp_path: Path, r
     assert_same_losses(ended, reference)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="worker.run writes a recovery after the first iteration only, so one that ends sooner is not counted",
-)
 def test_a_restart_that_dies_in_its_first_iteration_is_recorded_too(tmp_path: Path) -> None:
     ended = run(tmp_path, *faults("kill@rank=1,iteration=11", "kill@rank=0,iteration=11,op=update.end"))
     assert_ok(ended)
@@ -149,10 +145,6 @@ def foretold(ended: Run) -> int:
     return needs_of(Scenario.model_validate(ended.record["config"]), cuda=False).store_bytes
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="sizing.needs_of counts no header, checksum table, random state and manifest: 1.4 % of mixtral-tiny",
-)
 def test_a_tmpfs_that_is_a_little_too_small_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with tmpfs("12000k") as root:
         ended = run(tmp_path, "--set", f"store.root={root}")
@@ -175,10 +167,6 @@ def test_an_interrupt_while_a_run_starts_leaves_nothing(after_s: float, number: 
     assert not any(stores.iterdir())
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="launch() is interruptible between its clean-ups and in lock.release: 130 and the store are lost",
-)
 def test_hammering_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     stores = tmp_path / "stores"
     stores.mkdir()
@@ -193,9 +181,6 @@ def test_hammering_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     assert not any(stores.iterdir())
 
 
-@pytest.mark.xfail(
-    strict=True, reason="an op of a layer that the model lacks is accepted, and a fault that never struck"
-)
 def test_a_fault_that_can_never_strike_is_not_passed_over_in_silence(tmp_path: Path) -> None:
     ended = run(tmp_path, "--iterations", "5", *faults("kill@rank=0,iteration=3,op=dispatch.7.forward"))
     assert ended.exit_code != 0
@@ -238,7 +223,6 @@ def test_a_run_that_dies_more_often_than_allowed_says_so(tmp_path: Path) -> None
     assert "stopped after" in ended.record["verdict"]
 
 
-@pytest.mark.xfail(strict=True, reason="_write_record lets the OSError of a full --out through as a traceback")
 def test_results_that_find_no_room_end_the_run_in_one_line(tmp_path: Path) -> None:
     with tmpfs("400k") as out, LiveRun(out, "--iterations", "5000", "-q") as live:
         live.wait_iteration(3)

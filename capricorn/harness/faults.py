@@ -12,7 +12,6 @@ import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 import psutil
 
@@ -67,7 +66,7 @@ class FaultInjector(TrainerHook):
             if fault.iteration == self._iteration and fault.op == moment:
                 self._strike(index, fault)
 
-    def _at_op(self, op: OpKey, edge: Literal["begin", "end"]) -> None:
+    def _at_op(self, op: OpKey, edge: str) -> None:
         for index, fault in self._faults:
             if fault.iteration == self._iteration and matches_op(fault.op, op, edge):
                 self._strike(index, fault)

@@ -7,14 +7,9 @@ from __future__ import annotations
 
 import json
 import secrets
-import signal
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from types import FrameType
 from typing import Final
 
 from capricorn.config import Scenario
@@ -22,9 +17,11 @@ from capricorn.errors import CapricornError
 from capricorn.harness.agents import Agents, Rendezvous
 from capricorn.harness.data import prepare
 from capricorn.harness.follow import Follower
+from capricorn.harness.interrupts import Interrupts
 from capricorn.harness.job import FATAL, Job
 from capricorn.harness.machine import environment
 from capricorn.records import EVENTS, ITERATIONS, EventSample, IterationSample, RunRecord, write_run
+from capricorn.report.recoveries import write_recoveries
 from capricorn.runtime.store import NodeStore, RunLock, find_stores
 
 TICK_S: Final = 0.1
@@ -56,7 +53,7 @@ def launch(scenario: Scenario, out: Path, listener: RunListener) -> Path:
     started = datetime.now(UTC)
     tokens = prepare(scenario.data, scenario.model.vocab_size, seq_len=scenario.model.seq_len)
     run_id = _new_run_id(scenario, started)
-    with _ended_by_interrupt():
+    with Interrupts() as interrupts:
         lock = RunLock(Path(scenario.store.root), run_id)
         try:
             run_dir = (out / run_id).resolve()
@@ -64,20 +61,22 @@ def launch(scenario: Scenario, out: Path, listener: RunListener) -> Path:
             job = Job(run_id=run_id, scenario=scenario, run_dir=run_dir, store_dir=lock.folder, tokens=tokens)
             listener.on_start(run_dir, scenario)
             try:
-                _Run(job, listener).run()
+                _Run(job, listener, interrupts).run()
             finally:
-                with _no_interrupt():
-                    _write_record(job, started)
+                _write_record(job, started)
+        except OSError as error:
+            raise CapricornError(f"cannot write the results of {run_id}: {error.strerror}: {error.filename}") from None
         finally:
             lock.release(keep=scenario.store.keep)
+        interrupts.check()
     return run_dir
 
 
 class _Run:
     """The processes of one run, from start to end."""
 
-    def __init__(self, job: Job, listener: RunListener) -> None:
-        self._job, self._listener = job, listener
+    def __init__(self, job: Job, listener: RunListener, interrupts: Interrupts) -> None:
+        self._job, self._listener, self._interrupts = job, listener, interrupts
         self._samples = Follower(job.run_dir / ITERATIONS, IterationSample)
         self._events = Follower(job.run_dir / EVENTS, EventSample)
         self._failures: list[str] = []
@@ -93,14 +92,13 @@ class _Run:
             for node in self._agents.nodes:
                 self._start_node(node)
             while not self._is_done():
+                self._interrupts.check()
                 self._tell()
                 time.sleep(TICK_S)
-            self._tell()
         finally:
-            with _no_interrupt():
-                self._agents.stop()
-                rendezvous.stop()
-                self._tell()
+            self._agents.stop()
+            rendezvous.stop()
+            self._tell()
 
     def _start_node(self, node: int) -> None:
         NodeStore.create(self._job.node_dir(node), self._job.run_id, node, self._job.scenario.topology)
@@ -145,10 +143,11 @@ def _new_run_id(scenario: Scenario, started: datetime) -> str:
 
 def _write_record(job: Job, started: datetime) -> None:
     # pandas takes a while to import and is needed by nothing before.
-    from capricorn.report.summary import summarize
+    from capricorn.report.summary import STORE, summarize
 
     stores = [store for store in find_stores(job.store_dir.parent) if store.path == job.store_dir]
-    (job.run_dir / "store.json").write_text(json.dumps({"store_bytes": sum(store.num_bytes for store in stores)}))
+    (job.run_dir / STORE).write_text(json.dumps({"store_bytes": sum(store.num_bytes for store in stores)}))
+    write_recoveries(job.run_dir)
     summary, verdict = summarize(job.run_dir, job.scenario)
     record = RunRecord(
         run_id=job.run_id,
@@ -162,33 +161,3 @@ def _write_record(job: Job, started: datetime) -> None:
         verdict=verdict,
     )
     write_run(job.run_dir, record)
-
-
-@contextmanager
-def _ended_by_interrupt() -> Iterator[None]:
-    def interrupt(signum: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    # SIGHUP: the terminal was closed.
-    with _handling({signal.SIGTERM: interrupt, signal.SIGHUP: interrupt}):
-        yield
-
-
-@contextmanager
-def _no_interrupt() -> Iterator[None]:
-    """Clean-up is not interrupted by a second Ctrl-C."""
-    with _handling({signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: signal.SIG_IGN, signal.SIGHUP: signal.SIG_IGN}):
-        yield
-
-
-@contextmanager
-def _handling(handlers: dict[signal.Signals, object]) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may handle signals
-        return
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

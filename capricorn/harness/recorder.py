@@ -1,4 +1,4 @@
-"""Writes what happens on one rank into the run folder: samples, timelines, loads, events, recoveries."""
+"""Writes what happens on one rank into the run folder: samples, timelines, loads, events."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ from capricorn.records import (
     ITERATIONS,
     LOADS,
     OPS,
-    RECOVERIES,
     EventSample,
     IterationSample,
     LoadSample,
     OpSample,
-    RecoverySample,
     append,
     read_samples,
 )
@@ -60,13 +58,16 @@ class Recorder(TrainerHook):
             loads = list(map(int, tokens_per_expert))
             self._loads.append(LoadSample(iteration=self._iteration, layer=layer, tokens_per_expert=loads))
 
-    def event(self, event: str, detail: str = "", *, iteration: int = 0) -> None:
+    def event(self, event: str, detail: str = "", *, iteration: int = 0, restored: RestoreReport | None = None) -> None:
         """Writes an event of now, with what the system has done since the last sample."""
         now, before = self._system.counters(), self._before
         values = {"event": event, "at_s": time.time(), "attempt": self._attempt, "rank": self._rank}
         values |= {"iteration": iteration, "detail": detail, "completed": tuple(self._system.take_completed())}
         values |= {"staged_bytes": now.staged_bytes - before.staged_bytes}
         values |= {"sent_bytes": now.sent_bytes - before.sent_bytes}
+        if restored is not None:
+            values |= {"sources": tuple(restored.sources), "agree_s": restored.agree_s}
+            values |= {"fetch_s": restored.fetch_s, "load_s": restored.load_s}
         append(self._dir / EVENTS, EventSample.model_validate(values))
         self._before = replace(now)
 
@@ -97,34 +98,6 @@ class Recorder(TrainerHook):
         for load in self._loads:
             append(self._dir / LOADS, load)
         self._loads.clear()
-
-    def recovery(self, report: RestoreReport | None, first: Measured) -> None:
-        """Writes how this attempt came about, once its first iteration is done; rank 0 only."""
-        events = [e for e in read_samples(self._dir / EVENTS, EventSample) if e.attempt >= self._attempt - 1]
-        earlier = [e for e in events if e.attempt == self._attempt - 1]
-        ready_s = next(e.at_s for e in events if e.attempt == self._attempt and e.event == "ready" and e.rank == 0)
-        faults = [e for e in earlier if e.event == "fault"]
-        failures = [e for e in earlier if e.event == "failed"]
-        fault_s = min((e.at_s for e in faults), default=min((e.at_s for e in failures), default=ready_s))
-        detected_s = min((e.at_s for e in failures), default=fault_s)
-        resumed = report.iteration if report is not None else 0
-        done = max((s.iteration for s in read_samples(self._dir / ITERATIONS, IterationSample)
-                    if s.attempt < self._attempt), default=0)  # fmt: skip
-        sample = RecoverySample(
-            attempt=self._attempt,
-            what=(faults or failures)[0].detail if faults or failures else "unknown",
-            detected_at_s=detected_s,
-            resumed_iteration=resumed,
-            lost_iterations=max(0, done - resumed),
-            sources=list(report.sources) if report is not None else [],
-            detect_s=max(0.0, detected_s - fault_s),
-            restart_s=max(0.0, ready_s - detected_s),
-            agree_s=report.agree_s if report is not None else 0.0,
-            fetch_s=report.fetch_s if report is not None else 0.0,
-            load_s=report.load_s if report is not None else 0.0,
-            first_iteration_s=first.duration_s,
-        )
-        append(self._dir / RECOVERIES, sample)
 
     def _write_timeline(self) -> None:
         chunks = self._system.take_events()

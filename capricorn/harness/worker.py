@@ -31,7 +31,7 @@ from capricorn.harness.trainer import StallMeter, Trainer
 from capricorn.hooks import HookChain
 from capricorn.registry import load_system
 from capricorn.runtime.exchange import maximum, share_text
-from capricorn.system import CheckpointSystem, JobContext, RestoreReport
+from capricorn.system import CheckpointSystem, JobContext
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)
 
@@ -77,14 +77,12 @@ class Worker:
         device = self._device()
         self._join(device)
         self._recorder.event("started", f"pid {os.getpid()}")
-        report = self._make_ready(device)
+        self._make_ready(device)
         self._is_training = True
         for iteration in range(self._iteration + 1, self._job.scenario.train.iterations + 1):
             self._iteration = iteration
             measured = self._trainer.run(iteration)
             self._recorder.iteration(measured)
-            if self._attempt and self._rank == 0 and iteration == self._first:
-                self._recorder.recovery(report, measured)
         self._finish()
 
     def fail(self, error: BaseException) -> None:
@@ -115,7 +113,7 @@ class Worker:
             file.write_text(str(self._attempt))
         self._recorder = Recorder(self._job, self._rank, self._attempt, self._system)
 
-    def _make_ready(self, device: torch.device) -> RestoreReport | None:
+    def _make_ready(self, device: torch.device) -> None:
         scenario = self._job.scenario
         seed = scenario.train.seed
         model = build_model(scenario.model, self._rank, self._world_size, dist.group.WORLD, device, seed)
@@ -126,13 +124,11 @@ class Worker:
         torch.manual_seed(seed * self._world_size + self._rank)
         self._system.attach(self._context(device), training_state(optimizer, batches, device))
         self._recorder.event("ready")
-        report = self._restore()
-        self._first = self._iteration + 1
+        self._restore()
         meter = StallMeter(self._system)
         injector = FaultInjector(self._job, self._rank, self._attempt)
         hook = HookChain([meter, *([injector] if scenario.faults else []), self._recorder])
         self._trainer = Trainer(model, optimizer, batches, device, meter, hook)
-        return report
 
     def _check_same_data(self, batches: Batches) -> None:
         mine = batches.digest >> 1  # fits a signed integer
@@ -154,18 +150,17 @@ class Worker:
             address=own_address(os.environ["MASTER_ADDR"]) if scenario.launch.nnodes else loopback_address(node),
         )
 
-    def _restore(self) -> RestoreReport | None:
+    def _restore(self) -> None:
         try:
             report = self._system.restore()
         except NoCompleteCheckpointError:
             # Before the first checkpoint was complete, the initial state is the newest there is, and the seed has it.
             if was_ever_complete(self._job.run_dir):
                 raise
-            return None
+            return
         self._iteration = report.iteration
         detail = "; ".join(f"skipped {copy}: damaged" for copy in report.damaged)
-        self._recorder.event("resumed", detail, iteration=report.iteration)
-        return report
+        self._recorder.event("resumed", detail, iteration=report.iteration, restored=report)
 
     def _finish(self) -> None:
         detail = ""

@@ -48,6 +48,8 @@ def verdict(summary: Summary, scenario: Scenario) -> str:
         faults.append("no checkpoint became complete")
     elif summary["effective"] < summary["requested"]:
         faults.append(f"effective checkpoints {summary['effective']} of {summary['requested']} requested")
+    if summary["faults_struck"] < len(scenario.faults) and not scenario.launch.nnodes:
+        faults.append(f"faults that struck {summary['faults_struck']} of {len(scenario.faults)}")
     return "; ".join(faults) or "ok"
 
 
@@ -190,7 +192,8 @@ def _recoveries(run: _Run) -> Summary:
     return {
         "recoveries": len(run.recoveries),
         "lost_iterations": sum(recovery.lost_iterations for recovery in run.recoveries),
-        "recovery_s": float(sum(getattr(recovery, phase) for recovery in run.recoveries for phase in phases)),
+        "recovery_s": float(sum(getattr(recovery, phase) or 0.0 for recovery in run.recoveries for phase in phases)),
+        "faults_struck": sum(event.event == "fault" for event in run.events),
     }
 
 

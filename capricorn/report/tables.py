@@ -87,7 +87,7 @@ def _moved(s: Mapping[str, Any]) -> str:
 
 
 def _recovery(recovery: RecoverySample) -> str:
-    durations = {phase: float(getattr(recovery, f"{phase}_s")) for phase in PHASES}
+    durations = {phase: float(getattr(recovery, f"{phase}_s") or 0.0) for phase in PHASES}
     phases = ", ".join(f"{phase.replace('_', ' ')} {_seconds(value)}" for phase, value in durations.items())
     sources = ", ".join(sorted(set(recovery.sources))) or "nothing"
     return (

@@ -9,13 +9,17 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
-from capricorn.errors import StoreError
+from pydantic import ValidationError
+
+from capricorn.config import Frozen
+from capricorn.errors import ConfigError, StoreError
 from capricorn.runtime.slot import COMPLETE, Layout, Slot, read_header
 from capricorn.sizing import NUM_SLOTS
 from capricorn.system import Copy
@@ -25,13 +29,25 @@ from capricorn.units import Bytes
 RUN_PREFIX: Final = "capricorn-"
 _FORMAT = 1
 _NODE = "node.json"
+_SLOT_NAME = re.compile(r"owner(\d+)\.slot\d+")
+
+
+class NodeFacts(Frozen):
+    """What a store says of its node."""
+
+    format: int
+    run_id: str
+    node: int
+    num_nodes: int
+    ranks_per_node: int
 
 
 class NodeStore:
     """One node's copies; implements `MemoryStore`. Each owner's slots have one writer at a time."""
 
-    def __init__(self, folder: Path, run_id: str, node: int) -> None:
-        self.folder, self.run_id, self.node = folder, run_id, node
+    def __init__(self, folder: Path, facts: NodeFacts) -> None:
+        self.folder, self.run_id, self.node = folder, facts.run_id, facts.node
+        self.topology = Topology(facts.num_nodes, facts.ranks_per_node)
         self._slots: dict[int, list[Slot]] = {}
 
     @classmethod
@@ -41,13 +57,20 @@ class NodeStore:
         Raises:
             StoreError: it cannot be made.
         """
-        facts = {"format": _FORMAT, "run_id": run_id, "node": node, "num_nodes": topology.num_nodes}
+        facts = NodeFacts(
+            format=_FORMAT,
+            run_id=run_id,
+            node=node,
+            num_nodes=topology.num_nodes,
+            ranks_per_node=topology.ranks_per_node,
+        )
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
-            _write_text(folder / _NODE, json.dumps(facts | {"ranks_per_node": topology.ranks_per_node}))
+            _write_text(folder / _NODE, facts.model_dump_json())
         except OSError as error:
-            raise StoreError(f"cannot make the store {folder}: {error.strerror}") from None
-        return cls(folder, run_id, node)
+            advice = "make room there, or set store.root"
+            raise StoreError(f"cannot make the store {folder}: {error.strerror}; {advice}") from None
+        return cls(folder, facts)
 
     @classmethod
     def open(cls, folder: Path) -> Self:
@@ -59,7 +82,10 @@ class NodeStore:
         facts = _read_json(folder / _NODE)
         if facts.get("format") != _FORMAT:
             raise StoreError(f"{folder} is a store of format {facts.get('format')!r}; this version reads {_FORMAT}")
-        return cls(folder, str(facts["run_id"]), int(facts["node"]))
+        try:
+            return cls(folder, NodeFacts.model_validate(facts))
+        except (ValidationError, ConfigError):
+            raise StoreError(f"{folder / _NODE} is damaged: it does not describe a node") from None
 
     def host(self, owner: int, layout: Layout) -> list[Slot]:
         """The slots for that owner, made if need be; what survives in them is kept.
@@ -112,8 +138,10 @@ class NodeStore:
     def inventory(self) -> list[Copy]:
         """Every slot in the folder, from its header alone."""
         copies = []
-        for path in sorted(self.folder.glob("owner*.slot*")):
-            owner = int(path.name.removeprefix("owner").partition(".")[0])
+        for path in sorted(self.folder.iterdir()):
+            if (match := _SLOT_NAME.fullmatch(path.name)) is None:
+                continue
+            owner = int(match[1])
             header = read_header(path)
             if header is None or path.stat().st_size != header.layout.file_bytes:
                 copies.append(Copy(owner, 0, "damaged", path))
@@ -187,7 +215,9 @@ class RunLock:
 
 def find_stores(root: Path) -> list[StoreFolder]:
     """The stores of all runs below a root, live or left over, sorted by name."""
-    return [_describe(path) for path in sorted(root.glob(RUN_PREFIX + "*")) if path.is_dir()]
+    named = [path for pattern in ("*", ".*") for path in root.glob(pattern) if path.is_dir()]
+    # A name with a dot is that of a run which was killed before its folder was locked and renamed.
+    return [_describe(path) for path in sorted(named) if path.name.removeprefix(".").startswith(RUN_PREFIX)]
 
 
 def remove_store(folder: StoreFolder) -> None:
@@ -204,7 +234,8 @@ def remove_store(folder: StoreFolder) -> None:
 def _describe(path: Path) -> StoreFolder:
     nodes = tuple(sorted(node for node in path.glob("node*") if node.is_dir()))
     size = sum(map(_allocated, path.rglob("*")))
-    return StoreFolder(path, path.name.removeprefix(RUN_PREFIX), _is_locked(path / "lock"), nodes, size)
+    run_id = path.name.removeprefix(".").removeprefix(RUN_PREFIX)
+    return StoreFolder(path, run_id, _is_locked(path / "lock"), nodes, size)
 
 
 def _allocated(path: Path) -> Bytes:

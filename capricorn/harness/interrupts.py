@@ -1,0 +1,42 @@
+"""Ctrl-C, SIGTERM and a closed terminal as a question to ask, so that no clean-up is ever cut short."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import Any, Self
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupts:
+    """While it is open, the signals that end a program are only noted; `check` raises at a moment that suits.
+
+    After the first, all further ones are ignored for good: the program is on its way out. On another thread than the
+    main one signals are left as they are.
+    """
+
+    def __init__(self) -> None:
+        self._came = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        return self
+
+    def check(self) -> None:
+        """Raises KeyboardInterrupt if a signal has come."""
+        if self._came:
+            raise KeyboardInterrupt
+
+    def __exit__(self, *error: object) -> None:
+        if not self._came:
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        self._came = True
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)

@@ -1,0 +1,7 @@
+"""`python -m capricorn.cli` is `capricorn-bench`."""
+
+from __future__ import annotations
+
+from .main import main
+
+main()
