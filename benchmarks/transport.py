@@ -30,7 +30,7 @@ def _host(folder: str, pipe: Connection) -> None:
     """The receiving process: a replica host, and a bare receiver that answers with one byte."""
     store = NodeStore.create(Path(folder) / "node0", "bench", 0, Topology(2, 1))
     slots = store.host(1, LAYOUT)
-    host = ReplicaHost(ME, 0, "127.0.0.1", store, timeout_s=30)
+    host = ReplicaHost(ME, 0, "127.0.0.1", store, timeout_s=30, gives_way=False)
     host.start({1: LAYOUT})
     with socket.create_server(("127.0.0.1", 0)) as listener:
         pipe.send((host.address, listener.getsockname()))

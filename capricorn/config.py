@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from capricorn.errors import ConfigError, unknown_name
 from capricorn.hooks import DIRECTIONS, MOMENTS, NO_LAYER, OpKey, matches_op, parse_moment
 from capricorn.topology import Topology, expert_split
-from capricorn.units import MIB
+from capricorn.units import KIB
 
 Device = Literal["auto", "cpu", "cuda"]
 FAULT_KINDS = ("kill", "kill-all", "node-loss")
@@ -139,9 +139,10 @@ class SystemConfig(Frozen):
     name: str = "capricorn"
     every: int = Field(default=1, ge=0, description="iterations between two checkpoints; 0 is off")
     replicas: int = Field(default=2, gt=0, description="copies of each shard, one of them local")
-    block_bytes: int = Field(default=MIB, ge=4096, multiple_of=4096, description="unit of checksum and transfer")
+    block_bytes: int = Field(default=256 * KIB, ge=4096, multiple_of=4096, description="unit of checksum and transfer")
     low_class: bool = Field(default=True, description="mark checkpoint traffic with DSCP CS1")
-    send_buffer_bytes: int = Field(default=512 * 1024, ge=4096, description="SO_SNDBUF of checkpoint sockets")
+    send_buffer_bytes: int = Field(default=128 * KIB, ge=4096, description="SO_SNDBUF of checkpoint sockets")
+    give_way: bool = Field(default=True, description="sending and receiving take only CPU time that nobody else wants")
     timeout_s: float = Field(default=30.0, gt=0, description="deadline of every wait on a peer")
 
 

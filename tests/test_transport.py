@@ -36,7 +36,7 @@ class Pair:
         self.owner_store = NodeStore.create(folder / "node1", "run", 1, topology)
         self.host_store.host(OWNER, LAYOUT)
         self.owner_store.host(OWNER, LAYOUT)
-        self.host = ReplicaHost(ME, HOST, "127.0.0.1", self.host_store, timeout_s=timeout_s)
+        self.host = ReplicaHost(ME, HOST, "127.0.0.1", self.host_store, timeout_s=timeout_s, gives_way=False)
         self.host.start({OWNER: LAYOUT})
         self.link = self.make_link(timeout_s=timeout_s)
 

@@ -14,6 +14,7 @@ from queue import SimpleQueue
 
 from capricorn.errors import CapricornError, StoreError
 from capricorn.planner.plan import Plan
+from capricorn.runtime.priority import give_way
 from capricorn.runtime.slot import Slot, checksum
 from capricorn.runtime.staging import Stager
 from capricorn.runtime.store import NodeStore
@@ -106,12 +107,15 @@ class Executor:
         attempt: int,
         stager: Stager,
         links: Sequence[ReplicaLink],
+        *,
         timeout_s: Seconds,
+        gives_way: bool,
     ) -> None:
         self.staged_bytes: Bytes = 0
         self._events: deque[ChunkEvent] = deque(maxlen=MAX_EVENTS)
         self._store, self._owner, self._attempt = store, owner, attempt
         self._stager, self._links, self._timeout_s = stager, links, timeout_s
+        self._gives_way = gives_way
         self._to_stage: SimpleQueue[Save | None] = SimpleQueue()
         self._to_send: list[SimpleQueue[Save | None]] = [SimpleQueue() for _ in links]
         self._threads = [threading.Thread(target=self._stage_loop, name="capricorn-stage", daemon=True)]
@@ -191,6 +195,8 @@ class Executor:
         self._note("stage", save, begin_s, slot.layout.payload_bytes)
 
     def _send_loop(self, link: ReplicaLink, queue: SimpleQueue[Save | None]) -> None:
+        if self._gives_way:
+            give_way()
         while (save := queue.get()) is not None:
             try:
                 self._send(link, save)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from capricorn.errors import CapricornError, TransportError
 from capricorn.runtime.handshake import HANDSHAKE_TIMEOUT_S, Identity, welcome
+from capricorn.runtime.priority import give_way
 from capricorn.runtime.slot import Layout
 from capricorn.runtime.store import NodeStore
 from capricorn.runtime.transport import receive_copy
@@ -21,8 +22,11 @@ from capricorn.units import Seconds
 class ReplicaHost:
     """Listens on this node's own interface; one thread accepts and one serves each connection."""
 
-    def __init__(self, me: Identity, rank: int, address: str, store: NodeStore, *, timeout_s: Seconds) -> None:
+    def __init__(
+        self, me: Identity, rank: int, address: str, store: NodeStore, *, timeout_s: Seconds, gives_way: bool
+    ) -> None:
         self._me, self._rank, self._store, self._timeout_s = me, rank, store, timeout_s
+        self._gives_way = gives_way
         self._layouts: dict[int, Layout] = {}
         self._served: dict[int, tuple[socket.socket, threading.Thread]] = {}
         self._pending: set[socket.socket] = set()
@@ -68,6 +72,8 @@ class ReplicaHost:
             threading.Thread(target=self._serve, args=(sock,), name="capricorn-host", daemon=True).start()
 
     def _serve(self, sock: socket.socket) -> None:
+        if self._gives_way:
+            give_way()
         try:
             set_deadline(sock, HANDSHAKE_TIMEOUT_S)
             owner = welcome(sock, self._me, self._rank, self._layouts)

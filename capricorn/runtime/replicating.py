@@ -61,12 +61,15 @@ class ReplicatingSystem(CheckpointSystem):
         for owner in owners:
             store.host(owner, layouts[owner])
         me = Identity(job.run_id, job.attempt, share_secret(job.control_group))
-        self._host = ReplicaHost(me, job.rank, job.address, store, timeout_s=self._timeout_s)
+        deadline_s, gives_way = self._timeout_s, job.config.give_way
+        self._host = ReplicaHost(me, job.rank, job.address, store, timeout_s=deadline_s, gives_way=gives_way)
         self._host.start({owner: layouts[owner] for owner in owners})
         addresses = gather_addresses(job.control_group, self._host.address)
         self._connect(me, {host: addresses[host] for host in hosts})
         stager = make_stager(state, slots, job.device)
-        self._executor = Executor(store, job.rank, job.attempt, stager, self._links, self._timeout_s)
+        self._executor = Executor(
+            store, job.rank, job.attempt, stager, self._links, timeout_s=deadline_s, gives_way=gives_way
+        )
         self._completion = Completion(job.control_group)
         self._planner: Planner = StreamPlanner(state.num_bytes, job.config.block_bytes)
         self._recovery = Recovery(job.rank, job.control_group, store, [job.rank, *owners], self._links, job.attempt)
