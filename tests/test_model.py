@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from spawn import run_ranks
 from torch import Tensor, nn
 
 from capricorn.config import ModelConfig, TrainConfig
@@ -21,6 +20,7 @@ from capricorn.presets import MODELS
 from capricorn.resolve import load_model
 from capricorn.sizing import attention_params, total_params
 from capricorn.topology import expert_split
+from tests.spawn import run_ranks
 
 MOE_KINDS = ("attention", "gate", "dispatch", "expert", "combine")
 DENSE_KINDS = ("attention", "expert")

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from spawn import run_ranks
 from torch import Tensor, nn
 from torch.optim import AdamW
 
@@ -17,6 +16,7 @@ from capricorn.harness.model import build_model
 from capricorn.harness.optim import Optimizer, learning_rate
 from capricorn.resolve import load_model
 from capricorn.sizing import total_params
+from tests.spawn import run_ranks
 
 TRAIN = TrainConfig(lr=1e-3, lr_warmup_iterations=2)
 
