@@ -6,14 +6,14 @@ Knows no torch, no file and no process.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from capricorn.errors import ConfigError, unknown_name
 from capricorn.hooks import DIRECTIONS, MOMENTS, NO_LAYER, OpKey, matches_op, parse_moment
 from capricorn.topology import Topology, expert_split
-from capricorn.units import KIB
+from capricorn.units import KIB, parse_bytes
 
 Device = Literal["auto", "cpu", "cuda"]
 FAULT_KINDS = ("kill", "kill-all", "node-loss")
@@ -22,6 +22,14 @@ FAULT_KINDS = ("kill", "kill-all", "node-loss")
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ConfigError(message)
+
+
+def _read_bytes(value: Any) -> Any:
+    return parse_bytes(value) if isinstance(value, str) else value
+
+
+ByteCount = Annotated[int, BeforeValidator(_read_bytes)]
+"""Bytes, also as people write them: `256KiB`."""
 
 
 class Frozen(BaseModel):
@@ -139,9 +147,11 @@ class SystemConfig(Frozen):
     name: str = "capricorn"
     every: int = Field(default=1, ge=0, description="iterations between two checkpoints; 0 is off")
     replicas: int = Field(default=2, gt=0, description="copies of each shard, one of them local")
-    block_bytes: int = Field(default=256 * KIB, ge=4096, multiple_of=4096, description="unit of checksum and transfer")
+    block_bytes: ByteCount = Field(
+        default=256 * KIB, ge=4096, multiple_of=4096, description="unit of checksum and transfer"
+    )
     low_class: bool = Field(default=True, description="mark checkpoint traffic with DSCP CS1")
-    send_buffer_bytes: int = Field(default=128 * KIB, ge=4096, description="SO_SNDBUF of checkpoint sockets")
+    send_buffer_bytes: ByteCount = Field(default=128 * KIB, ge=4096, description="SO_SNDBUF of checkpoint sockets")
     give_way: bool = Field(default=True, description="sending and receiving take only CPU time that nobody else wants")
     timeout_s: float = Field(default=30.0, gt=0, description="deadline of every wait on a peer")
 
@@ -283,6 +293,10 @@ def build(model: type[T], values: Mapping[str, Any], where: str, *, lax: bool = 
         raise ConfigError(_describe(error, where)) from None
 
 
+def _message(fault: Mapping[str, Any]) -> str:
+    return str(fault["msg"]).removeprefix("Value error, ").replace("Input should", "should", 1)
+
+
 def _describe(error: ValidationError, where: str) -> str:
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
@@ -290,4 +304,4 @@ def _describe(error: ValidationError, where: str) -> str:
         return str(cause)
     if first["type"] == "extra_forbidden":
         return f"{where}: unknown key {key!r}"
-    return f"{where}: {key} = {first.get('input')!r}: {first['msg'].lower()}"
+    return f"{where}: {key} = {first.get('input')!r}: {_message(first)}"

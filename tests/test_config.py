@@ -195,3 +195,10 @@ def test_real_machines_need_a_rendezvous() -> None:
 def test_the_defaults_are_those_of_the_contract() -> None:
     assert (TINY.train, TINY.system) == (TrainConfig(iterations=30, warmup=5, seed=0), SystemConfig(replicas=2))
     assert (TINY.cluster.nodes, TINY.cluster.ranks_per_node, TINY.system.every) == (2, 1, 1)
+
+
+def test_sizes_may_be_written_as_people_write_them() -> None:
+    assert override(TINY, ["system.block_bytes=1MiB"]).system.block_bytes == 1 << 20
+    assert override(TINY, ["system.block_bytes=8192"]).system.block_bytes == 8192
+    with pytest.raises(ConfigError, match=r"system\.block_bytes"):
+        override(TINY, ["system.block_bytes=a lot"])

@@ -63,9 +63,7 @@ def launch(scenario: Scenario, out: Path, listener: RunListener) -> Path:
             try:
                 _Run(job, listener, interrupts).run()
             finally:
-                _write_record(job, started)
-        except OSError as error:
-            raise CapricornError(f"cannot write the results of {run_id}: {error.strerror}: {error.filename}") from None
+                _finish_record(job, started)
         finally:
             lock.release(keep=scenario.store.keep)
         interrupts.check()
@@ -139,6 +137,13 @@ class _Run:
 
 def _new_run_id(scenario: Scenario, started: datetime) -> str:
     return f"{started:%Y%m%d-%H%M%S}-{scenario.system.name}-{scenario.model.name}-{secrets.token_hex(2)}"
+
+
+def _finish_record(job: Job, started: datetime) -> None:
+    try:
+        _write_record(job, started)
+    except OSError as error:
+        raise CapricornError(f"cannot write the results in {job.run_dir}: {error.strerror}") from None
 
 
 def _write_record(job: Job, started: datetime) -> None:
