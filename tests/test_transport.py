@@ -70,12 +70,20 @@ class Pair:
         self.host.close()
 
 
+def assert_threads_end() -> None:
+    """No thread of ours outlives a close; one that has done its work may still be on its last instruction."""
+    ours = [thread for thread in threading.enumerate() if thread.name.startswith("capricorn")]
+    for thread in ours:
+        thread.join(1.0)
+    assert not [thread.name for thread in ours if thread.is_alive()]
+
+
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[Pair]:
     pair = Pair(tmp_path)
     yield pair
     pair.close()
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("capricorn")]
+    assert_threads_end()
 
 
 def test_an_acknowledged_replica_is_the_same_bytes(pair: Pair) -> None:
@@ -251,6 +259,17 @@ def test_a_host_that_is_gone_is_named(tmp_path: Path) -> None:
     link = ReplicaLink(ME, OWNER, 7, address, timeout_s=0.2, low_class=False, send_buffer_bytes=65536)
     with pytest.raises(TransportError, match=r"rank 1 cannot link to rank 7 at 127\.0\.0\.1"):
         link.connect("{}")
+
+
+def test_closing_a_host_ends_the_threads_of_strangers_who_are_silent(tmp_path: Path) -> None:
+    pair = Pair(tmp_path)
+    strangers = [socket.create_connection(pair.host.address) for _ in range(8)]
+    for stranger in strangers:
+        receive(stranger, 16)  # the host has begun to greet each
+    pair.close()
+    assert_threads_end()
+    for stranger in strangers:
+        stranger.close()
 
 
 def test_an_owner_may_be_silent_for_longer_than_the_deadline_between_two_checkpoints(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ class ReplicaHost:
         self._gives_way = gives_way
         self._layouts: dict[int, Layout] = {}
         self._served: dict[int, tuple[socket.socket, threading.Thread]] = {}
-        self._pending: set[socket.socket] = set()
+        self._pending: dict[socket.socket, threading.Thread] = {}
         self._lock = threading.Lock()
         self._closed = False
         self._listener = socket.create_server((address, 0), backlog=64)
@@ -50,7 +50,7 @@ class ReplicaHost:
         with self._lock:
             self._closed = True
             sockets = [*self._pending, *(sock for sock, _ in self._served.values())]
-            threads = [thread for _, thread in self._served.values()]
+            threads = [*self._pending.values(), *(thread for _, thread in self._served.values())]
         shut(self._listener)
         for sock in sockets:
             shut(sock)
@@ -68,8 +68,9 @@ class ReplicaHost:
                 if self._closed:
                     sock.close()
                     return
-                self._pending.add(sock)
-            threading.Thread(target=self._serve, args=(sock,), name="capricorn-host", daemon=True).start()
+                thread = threading.Thread(target=self._serve, args=(sock,), name="capricorn-host", daemon=True)
+                self._pending[sock] = thread
+                thread.start()
 
     def _serve(self, sock: socket.socket) -> None:
         if self._gives_way:
@@ -84,16 +85,16 @@ class ReplicaHost:
             # The owner sees its link end, counts the save as failed and says so; a stranger just ends.
             return
         finally:
-            with self._lock:
-                self._pending.discard(sock)
             shut(sock)
+            with self._lock:
+                self._pending.pop(sock, None)
 
     def _take_over(self, owner: int, sock: socket.socket) -> None:
         # An owner that comes again has lost its first connection; two writers must never share its slots.
         with self._lock:
             before = self._served.get(owner)
             self._served[owner] = (sock, threading.current_thread())
-            self._pending.discard(sock)
+            self._pending.pop(sock, None)
         if before is not None:
             shut(before[0])
             before[1].join()
