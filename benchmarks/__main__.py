@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from benchmarks import checksums, hooks, slowdown, staging, transport
+from benchmarks import checksums, hooks, links, slowdown, staging, transport
 
 BENCHMARKS: dict[str, Callable[[], None]] = {
     "staging": staging.main,
     "checksums": checksums.main,
     "transport": transport.main,
     "hooks": hooks.main,
+    "links": links.main,
     "slowdown": slowdown.main,
 }
 

@@ -13,6 +13,7 @@ from capricorn.baselines.none import NoCheckpoint
 from benchmarks.timing import interleaved, ratio
 from capricorn.config import TrainConfig
 from capricorn.harness.model import build_model
+from capricorn.harness.network import Network
 from capricorn.harness.optim import Optimizer
 from capricorn.harness.trainer import StallMeter
 from capricorn.hooks import HookChain, OpKey, TrainerHook
@@ -40,7 +41,7 @@ def main() -> None:
 
 def _measure() -> None:
     config = load_model("mixtral-small")
-    model = build_model(config, 0, 1, dist.group.WORLD, "cpu", 0)
+    model = build_model(config, 0, 1, Network(dist.group.WORLD), "cpu", 0)
     optimizer = Optimizer(model, TrainConfig())
     tokens_BS = torch.randint(0, config.vocab_size, (config.batch_size, config.seq_len))
 

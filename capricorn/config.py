@@ -5,37 +5,18 @@ Knows no torch, no file and no process.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
+from capricorn.cluster import ClusterConfig, Pace, Times
 from capricorn.errors import ConfigError, unknown_name
 from capricorn.hooks import DIRECTIONS, MOMENTS, NO_LAYER, OpKey, matches_op, parse_moment
 from capricorn.topology import Topology, expert_split
-from capricorn.units import KIB, parse_bytes
+from capricorn.units import KIB, BytesPerSecond
+from capricorn.values import ByteCount, Frozen, build, require
 
-Device = Literal["auto", "cpu", "cuda"]
 FAULT_KINDS = ("kill", "kill-all", "node-loss")
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ConfigError(message)
-
-
-def _read_bytes(value: Any) -> Any:
-    return parse_bytes(value) if isinstance(value, str) else value
-
-
-ByteCount = Annotated[int, BeforeValidator(_read_bytes)]
-"""Bytes, also as people write them: `256KiB`."""
-
-
-class Frozen(BaseModel):
-    """A value that cannot be changed and accepts no unknown field."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class ModelConfig(Frozen):
@@ -68,26 +49,26 @@ class ModelConfig(Frozen):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        _require(self.top_k <= self.num_experts, f"top_k {self.top_k} exceeds num_experts {self.num_experts}")
-        _require(
+        require(self.top_k <= self.num_experts, f"top_k {self.top_k} exceeds num_experts {self.num_experts}")
+        require(
             self.num_heads % self.num_kv_heads == 0,
             f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}",
         )
-        _require(self.head_dim % 2 == 0, f"head_dim {self.head_dim} must be even")
+        require(self.head_dim % 2 == 0, f"head_dim {self.head_dim} must be even")
         moe_layers = sum(map(self.is_moe, range(self.num_layers)))
-        _require(moe_layers > 0, "the model has no MoE layer")
-        _require(
+        require(moe_layers > 0, "the model has no MoE layer")
+        require(
             self.family == "gpt-moe" or self.dense_ffn > 0 or moe_layers == self.num_layers,
             "layers that are not MoE need dense_ffn > 0",
         )
         if self.family == "gpt-moe":
-            _require(
+            require(
                 self.top_k == 2, f"family gpt-moe routes by fairscale's Top2Gate: top_k must be 2, not {self.top_k}"
             )
-            _require(self.num_shared_experts == 0, "family gpt-moe has no shared experts")
-            _require(self.num_kv_heads == self.num_heads, "family gpt-moe has one key-value head per head")
-            _require(self.attention == "gqa", "family gpt-moe has plain attention")
-            _require(self.num_dense_layers == 0, "family gpt-moe places dense layers by moe_every")
+            require(self.num_shared_experts == 0, "family gpt-moe has no shared experts")
+            require(self.num_kv_heads == self.num_heads, "family gpt-moe has one key-value head per head")
+            require(self.attention == "gqa", "family gpt-moe has plain attention")
+            require(self.num_dense_layers == 0, "family gpt-moe places dense layers by moe_every")
         return self
 
     @property
@@ -96,6 +77,37 @@ class ModelConfig(Frozen):
 
     def is_moe(self, layer: int) -> bool:
         return layer >= self.num_dense_layers and (layer + 1) % self.moe_every == 0
+
+
+class Emulation(Frozen):
+    """The scale model as computed: what it stands for, by what factors, and what it comes to."""
+
+    target: ModelConfig | None
+    """The model it stands for; None when measured durations are emulated with the model as it is."""
+    tokens_per_device: float
+    """Of the target, in one iteration."""
+    time_factor: float
+    """Seconds here for a second there."""
+    byte_factor: float
+    """Bytes there for a byte here."""
+    pace: Pace
+    link_bytes_per_s: BytesPerSecond
+    storage_node_bytes_per_s: BytesPerSecond | None
+    storage_total_bytes_per_s: BytesPerSecond | None
+    there: Times | None
+    """Of the target, in its own seconds."""
+    here: Times
+
+    @property
+    def rho(self) -> float:
+        return self.here.rho
+
+
+class LoadsConfig(Frozen):
+    """Where the loads of the experts come from: the router, a phase of the synthetic generator, or a trace file."""
+
+    source: str = Field(default="router", description="router, a phase, or an npz file")
+    first: int = Field(default=1, gt=0, description="iteration of the phase or trace that the run starts at")
 
 
 class TrainConfig(Frozen):
@@ -116,7 +128,7 @@ class TrainConfig(Frozen):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        _require(
+        require(
             self.warmup < self.iterations,
             f"warmup {self.warmup} leaves nothing of {self.iterations} iterations to measure; use fewer",
         )
@@ -130,15 +142,6 @@ class DataConfig(Frozen):
     """
 
     path: str = "stdlib"
-
-
-class ClusterConfig(Frozen):
-    """Failure domains: `local` runs them as process groups on this machine, one torchrun agent each."""
-
-    name: str = "local"
-    nodes: int = Field(default=2, gt=0)
-    ranks_per_node: int = Field(default=1, gt=0)
-    device: Device = "auto"
 
 
 class SystemConfig(Frozen):
@@ -174,8 +177,8 @@ class LaunchConfig(Frozen):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.nnodes:
-            _require(":" in self.rdzv_endpoint, "--nnodes needs --rdzv-endpoint HOST:PORT")
-            _require(self.node_rank < self.nnodes, f"--node-rank {self.node_rank} is not below --nnodes {self.nnodes}")
+            require(":" in self.rdzv_endpoint, "--nnodes needs --rdzv-endpoint HOST:PORT")
+            require(self.node_rank < self.nnodes, f"--node-rank {self.node_rank} is not below --nnodes {self.nnodes}")
         return self
 
 
@@ -221,10 +224,13 @@ class Scenario(Frozen):
     train: TrainConfig = TrainConfig()
     data: DataConfig = DataConfig()
     cluster: ClusterConfig = ClusterConfig()
+    loads: LoadsConfig = LoadsConfig()
     system: SystemConfig = SystemConfig()
     store: StoreConfig = StoreConfig()
     launch: LaunchConfig = LaunchConfig()
     faults: tuple[FaultSpec, ...] = ()
+    emulation: Emulation | None = None
+    """Computed from the cluster and the model; None without emulation."""
 
     @property
     def topology(self) -> Topology:
@@ -233,23 +239,32 @@ class Scenario(Frozen):
     @model_validator(mode="after")
     def _check(self) -> Self:
         topology, model = self.topology, self.model
-        _require(
+        require(
             self.system.replicas <= topology.num_nodes,
             f"--replicas {self.system.replicas} needs as many nodes, there are {topology.num_nodes}; "
             f"use --nodes {self.system.replicas} or --replicas {topology.num_nodes}",
         )
         expert_split(model.num_experts, topology.world_size)
         if model.family == "gpt-moe":
-            _require(
+            require(
                 model.num_experts % topology.world_size == 0,
                 f"{model.num_experts} experts do not divide by {topology.world_size} ranks, "
                 f"as {model.name} (fairscale MOELayer) needs; change --nodes or --ranks-per-node",
             )
-            _require(
+            require(
                 model.tokens_per_rank % model.num_experts == 0,
                 f"{model.tokens_per_rank} tokens per rank do not divide by {model.num_experts} experts, "
                 f"as {model.name} (fairscale Top2Gate) needs; change model.batch_size or model.seq_len",
             )
+            require(
+                self.loads.source == "router",
+                f"--loads {self.loads.source}: {model.name} is routed by fairscale's gate, whose experts take a fixed "
+                "number of rows; use --loads router",
+            )
+        require(
+            not (self.cluster.is_emulated and self.launch.nnodes),
+            f"--cluster {self.cluster.name} emulates all nodes on this machine: leave out --nnodes",
+        )
         for fault in self.faults:
             _check_fault(fault, topology, model, self.train.iterations)
         return self
@@ -268,40 +283,9 @@ def _check_fault(fault: FaultSpec, topology: Topology, model: ModelConfig, itera
     can_strike = fault.op in MOMENTS or any(
         matches_op(fault.op, op, edge) for op in ops_of(model) for edge in ("begin", "end")
     )
-    _require(can_strike, f"fault {fault} can never strike: {model.name} has no such op")
+    require(can_strike, f"fault {fault} can never strike: {model.name} has no such op")
     if fault.rank is not None:
-        _require(fault.rank < topology.world_size, f"fault {fault} names rank {fault.rank} of {topology.world_size}")
+        require(fault.rank < topology.world_size, f"fault {fault} names rank {fault.rank} of {topology.world_size}")
     if fault.node is not None:
-        _require(fault.node < topology.num_nodes, f"fault {fault} names node {fault.node} of {topology.num_nodes}")
-    _require(fault.iteration <= iterations, f"fault {fault} comes after the last iteration, {iterations}")
-
-
-T = TypeVar("T", bound=BaseModel)
-
-
-def build(model: type[T], values: Mapping[str, Any], where: str, *, lax: bool = False) -> T:
-    """The values as that model.
-
-    Raises:
-        ConfigError: in one line: where, which field, what is wrong with its value.
-    """
-    try:
-        return model.model_validate(dict(values), strict=False if lax else None)
-    except ConfigError:
-        raise
-    except ValidationError as error:
-        raise ConfigError(_describe(error, where)) from None
-
-
-def _message(fault: Mapping[str, Any]) -> str:
-    return str(fault["msg"]).removeprefix("Value error, ").replace("Input should", "should", 1)
-
-
-def _describe(error: ValidationError, where: str) -> str:
-    first = error.errors()[0]
-    key = ".".join(str(part) for part in first["loc"])
-    if isinstance(cause := first.get("ctx", {}).get("error"), ConfigError):
-        return str(cause)
-    if first["type"] == "extra_forbidden":
-        return f"{where}: unknown key {key!r}"
-    return f"{where}: {key} = {first.get('input')!r}: {_message(first)}"
+        require(fault.node < topology.num_nodes, f"fault {fault} names node {fault.node} of {topology.num_nodes}")
+    require(fault.iteration <= iterations, f"fault {fault} comes after the last iteration, {iterations}")

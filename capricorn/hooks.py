@@ -57,7 +57,7 @@ class TrainerHook:
 
 
 class HookChain(TrainerHook):
-    """Several hooks called in order, as one."""
+    """Several hooks called in order, as one; the end of an op in reverse, so that they nest around it."""
 
     def __init__(self, hooks: Iterable[TrainerHook] = ()) -> None:
         self.hooks = tuple(hooks)
@@ -71,7 +71,7 @@ class HookChain(TrainerHook):
             hook.on_op_begin(op)
 
     def on_op_end(self, op: OpKey) -> None:
-        for hook in self.hooks:
+        for hook in reversed(self.hooks):
             hook.on_op_end(op)
 
     def on_routed(self, layer: int, tokens_per_expert: Sequence[int]) -> None:

@@ -1,8 +1,9 @@
-"""Model presets as a table of values: small ones that run here, and the published ones at full size.
+"""Models and clusters as tables of values: small models that run here, the published ones, and real clusters.
 
-Source: configuration files published with each model; sizes as in the papers of Mixtral, DeepSeek, Qwen3, OLMoE,
-gpt-oss, Switch Transformer and GShard. Departs: Switch-Base (an encoder-decoder) is built as a decoder of all its 24
-blocks.
+Source of the models: configuration files published with each model; sizes as in the papers of Mixtral, DeepSeek, Qwen3,
+OLMoE, gpt-oss, Switch Transformer and GShard. Departs: Switch-Base (an encoder-decoder) is built as a decoder of all
+its 24 blocks. Batches are what one device trains on in an iteration, micro-batches together; they are ours.
+Source of the clusters: vendors' data sheets; Gemini, SOSP'23, for the storage beside p3dn and p4d.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 _MIXTRAL = {"family": "mixtral"}
 _GPT = {"family": "gpt-moe", "moe_every": 2, "tie_embeddings": True}
-_FULL = {"seq_len": 4096, "batch_size": 1}
+_FULL = {"seq_len": 4096, "batch_size": 4}
 
 MODELS: dict[str, dict[str, Any]] = {
     "mixtral-tiny": _MIXTRAL | dict(
@@ -72,10 +73,18 @@ MODELS: dict[str, dict[str, Any]] = {
     ),
     "switch-base-64": _GPT | dict(
         num_layers=24, hidden=768, ffn=3072, num_heads=12, num_kv_heads=12, head_dim=64,
-        num_experts=64, top_k=2, vocab_size=32128, seq_len=512, batch_size=8,
+        num_experts=64, top_k=2, vocab_size=32128, seq_len=512, batch_size=32,
     ),
     "gpt-350m-16e": _GPT | dict(
         num_layers=24, hidden=1024, ffn=4096, num_heads=16, num_kv_heads=16, head_dim=64,
-        num_experts=16, top_k=2, vocab_size=51200, seq_len=2048, batch_size=1,
+        num_experts=16, top_k=2, vocab_size=51200, seq_len=2048, batch_size=8,
     ),
 }  # fmt: skip
+
+CLUSTERS: dict[str, dict[str, Any]] = {
+    "p3dn": dict(accelerator="v100", devices_per_node=8, link_bytes_per_s="100Gbit", storage="shared-20g"),
+    "3090-100g": dict(accelerator="rtx3090", devices_per_node=4, link_bytes_per_s="100Gbit", storage="nvme-gen3"),
+    "p4d": dict(accelerator="a100", devices_per_node=8, link_bytes_per_s="400Gbit", storage="shared-20g"),
+    "dgx-a100": dict(accelerator="a100", devices_per_node=8, link_bytes_per_s="1600Gbit", storage="nvme-gen4-x4"),
+    "dgx-h100": dict(accelerator="h100", devices_per_node=8, link_bytes_per_s="3200Gbit", storage="nvme-gen4-x4"),
+}

@@ -13,15 +13,17 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import ValidationError
 
-from capricorn.config import Frozen, Scenario
+from capricorn.config import Scenario
 from capricorn.errors import ConfigError
-from capricorn.units import Bytes, Seconds
+from capricorn.units import Bytes, BytesPerSecond, Seconds
+from capricorn.values import Frozen
 
 SCHEMA_VERSION = 1
 
 Mode = Literal["live", "emulated", "simulated"]
-RUN, ITERATIONS, OPS, LOADS, RECOVERIES, EVENTS = (
+RUN, ITERATIONS, OPS, LOADS, RECOVERIES, EVENTS, PACE, LINKS, CPU = (
     "run.json", "iterations.jsonl", "ops.jsonl", "loads.jsonl", "recoveries.jsonl", "events.jsonl",
+    "pace.jsonl", "links.jsonl", "cpu.jsonl",
 )  # fmt: skip
 
 
@@ -69,6 +71,36 @@ class OpSample(Frozen):
     begin_s: Seconds
     end_s: Seconds
     bytes: Bytes = 0
+
+
+class PaceSample(Frozen):
+    """How well one rank's compute ops of one iteration kept to their modelled durations."""
+
+    iteration: int
+    rank: int
+    attempt: int
+    errors_s: list[Seconds]
+    """Of each op that was stretched: by how much it ended after its time."""
+    overruns_s: dict[str, Seconds]
+    """By op, of those that took longer than their model: by how much."""
+
+
+class LinkSample(Frozen):
+    """One emulated link, measured before training with all links busy in the same direction of the ring."""
+
+    source: int
+    target: int
+    bytes_per_s: BytesPerSecond
+    round_trip_s: Seconds
+    """Of 64 bytes on the idle link."""
+
+
+class CpuSample(Frozen):
+    """CPU time of this machine while the run trained."""
+
+    duration_s: Seconds
+    ours_s: Seconds
+    others_s: Seconds
 
 
 class LoadSample(Frozen):

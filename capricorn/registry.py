@@ -9,6 +9,7 @@ from capricorn.system import CheckpointSystem
 
 SYSTEMS: dict[str, str] = {
     "none": "capricorn.baselines.none:NoCheckpoint",
+    "blocking": "capricorn.baselines.blocking:Blocking",
     "capricorn": "capricorn.runtime.replicating:ReplicatingSystem",
 }
 

@@ -9,9 +9,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from capricorn.config import ModelConfig, Scenario, build
+from capricorn.cluster import LOCAL
+from capricorn.config import ModelConfig, Scenario
 from capricorn.errors import ConfigError, unknown_name
-from capricorn.presets import MODELS
+from capricorn.presets import CLUSTERS, MODELS
+from capricorn.values import build
 
 
 def load_model(name: str) -> ModelConfig:
@@ -26,6 +28,22 @@ def load_model(name: str) -> ModelConfig:
     if path.suffix == ".toml":
         return build(ModelConfig, {"name": path.stem} | read_toml(path), str(path))
     raise unknown_name("model", name, MODELS)
+
+
+def load_cluster(name: str) -> dict[str, Any]:
+    """The fields of the cluster of that name, or of the one described by the TOML file at that path.
+
+    Raises:
+        ConfigError: no such preset or file.
+    """
+    if name == LOCAL:
+        return {"name": LOCAL}
+    if name in CLUSTERS:
+        return {"name": name} | CLUSTERS[name]
+    path = Path(name)
+    if path.suffix == ".toml":
+        return {"name": path.stem} | read_toml(path)
+    raise unknown_name("cluster", name, [LOCAL, *CLUSTERS])
 
 
 def read_toml(path: Path) -> dict[str, Any]:

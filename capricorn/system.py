@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -16,6 +16,14 @@ from capricorn.units import Bytes, Seconds
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
+
+
+class PacedRoute(Protocol):
+    """The way to another node over links that are modelled in user space."""
+
+    def pieces(self, view: memoryview, *, low: bool = False) -> Iterator[memoryview]:
+        """The parts of a payload in order, each when it may be handed to the socket."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +43,8 @@ class JobContext:
     """This node's folder of the memory store; made by the launcher."""
     address: str
     """Address of this node's own interface."""
+    routes: Mapping[int, PacedRoute] = field(default_factory=dict)
+    """By rank: the way there where links are modelled in user space; what is sent must pass through it."""
 
 
 class ShardState(Protocol):

@@ -16,6 +16,7 @@ _BYTE_UNITS = {
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
     "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1 << 40,
 }  # fmt: skip
+_BIT_UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
 _BYTES_PATTERN = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*$")
 
 
@@ -31,6 +32,21 @@ def parse_bytes(text: str) -> Bytes:
     return int(float(match[1]) * _BYTE_UNITS[match[2].lower()])
 
 
+def parse_rate(text: str) -> BytesPerSecond:
+    """Bytes a second written as networks are (`200Mbit`, `400 Gbit/s`) or as disks are (`5GB/s`).
+
+    Raises:
+        ValueError: the text is not a number followed by a known unit.
+    """
+    match = _BYTES_PATTERN.match(text.strip().removesuffix("/s"))
+    unit = match[2].lower() if match else ""
+    if match is not None and unit in _BIT_UNITS:
+        return float(match[1]) * _BIT_UNITS[unit] / 8
+    if match is None or unit not in _BYTE_UNITS:
+        raise ValueError(f"not a rate: {text!r}; write a number and a unit, as in 200Mbit, 400Gbit or 5GB/s")
+    return float(match[1]) * _BYTE_UNITS[unit]
+
+
 def format_bytes(num_bytes: float) -> str:
     """A size for people, in decimal units and three figures: `92.3 MB`."""
     for unit in ("B", "KB", "MB", "GB"):
@@ -38,6 +54,16 @@ def format_bytes(num_bytes: float) -> str:
             return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.3g} {unit}"
         num_bytes /= 1000
     return f"{num_bytes:,.3g} TB" if num_bytes < 999.5 else f"{num_bytes:,.0f} TB"
+
+
+def format_rate(bytes_per_s: BytesPerSecond) -> str:
+    """A link's rate for people, in bits and three figures: `200 Mbit/s`."""
+    bits_per_s = 8 * bytes_per_s
+    for unit in ("bit", "Kbit", "Mbit"):
+        if bits_per_s < 999.5:
+            return f"{bits_per_s:.3g} {unit}/s"
+        bits_per_s /= 1000
+    return f"{bits_per_s:,.4g} Gbit/s"
 
 
 def format_seconds(seconds: Seconds) -> str:

@@ -7,14 +7,18 @@ from typing import Any, TypeAlias
 
 import rich_click as click
 
+from capricorn.cluster import DEVICES, LOCAL, STORAGES, ClusterConfig
 from capricorn.config import FAULT_KINDS
-from capricorn.presets import MODELS
+from capricorn.presets import CLUSTERS, MODELS
 from capricorn.registry import SYSTEMS
-from capricorn.resolve import load_model
+from capricorn.resolve import load_cluster, load_model
 from capricorn.sizing import STATE_BYTES_PER_PARAM, active_params, total_params
+from capricorn.units import format_bytes, format_rate
 
-from .options import CLUSTERS, json_option
+from .options import json_option
 from .output import console, print_json
+
+NONE = "-"
 
 Details: TypeAlias = dict[str, dict[str, Any]]
 
@@ -65,7 +69,21 @@ def _systems() -> Details:
 
 
 def _clusters() -> Details:
-    return {name: {"what": what} for name, what in CLUSTERS.items()}
+    return {name: _cluster(name) for name in (LOCAL, *CLUSTERS)}
+
+
+def _cluster(name: str) -> dict[str, Any]:
+    if name == LOCAL:
+        return {"devices": "this machine's", "flops": NONE, "link": NONE, "storage": NONE}
+    cluster = ClusterConfig.model_validate(load_cluster(name))
+    node, total = STORAGES[cluster.storage]
+    in_all = f", {format_bytes(total)}/s in all" if total else ""
+    return {
+        "devices": f"{cluster.devices_per_node} x {cluster.accelerator}",
+        "flops": f"{DEVICES[cluster.accelerator] / 1e12:.0f} Tflop/s",
+        "link": format_rate(cluster.link_bytes_per_s or 0),
+        "storage": f"{cluster.storage}: {format_bytes(node)}/s a node{in_all}",
+    }
 
 
 def _faults() -> Details:

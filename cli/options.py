@@ -10,14 +10,16 @@ from typing import Any, TypeAlias
 
 import rich_click as click
 
-from capricorn.config import ClusterConfig, FaultSpec, Scenario, build
-from capricorn.errors import ConfigError, unknown_name
+from capricorn.cluster import LOCAL, ClusterConfig
+from capricorn.config import FaultSpec, Scenario
+from capricorn.errors import ConfigError
 from capricorn.registry import check_system
-from capricorn.resolve import load_model, override, parse_ckpt
+from capricorn.resolve import load_cluster, load_model, override, parse_ckpt
+from capricorn.scale import scale
+from capricorn.values import build
 
 Command: TypeAlias = Callable[..., int]
 
-CLUSTERS = {"local": "failure domains on this machine, one process group each; no emulation"}
 DEFAULT_WARMUP = 5
 DEFAULT_NODES = 2
 DEFAULT_REPLICAS = 2
@@ -34,7 +36,10 @@ _SCENARIO_OPTIONS = (
     click.option("--ranks-per-node", type=_AT_LEAST_1, help="[default: 1; on CUDA one rank per GPU]"),
     click.option("--replicas", type=_AT_LEAST_1, help="copies of each shard, one of them local  [default: 2]"),
     click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True),
-    click.option("--cluster", default="local", show_default=True, help="see `list clusters`"),
+    click.option("--cluster", default="local", show_default=True,
+                 help="local, or what to make a scale model of: a preset or TOML file; see `list clusters`"),
+    click.option("--loads", default="router", show_default=True,
+                 help="router, warm-up, transient, settling, stable, balanced, or a trace (npz)"),
     click.option("--data", default="stdlib", show_default=True, help="text: a file, a folder, or stdlib"),
     click.option("--nnodes", type=_AT_LEAST_0, default=0, help="real machines, as torchrun's"),
     click.option("--node-rank", type=_AT_LEAST_0, default=0, help="this machine among them, as torchrun's"),
@@ -91,6 +96,7 @@ def scenario_from(
     replicas: int | None = None,
     device: str = "auto",
     cluster: str = "local",
+    loads: str = "router",
     data: str = "stdlib",
     nnodes: int = 0,
     node_rank: int = 0,
@@ -112,12 +118,13 @@ def scenario_from(
         "train": {"iterations": iterations, "warmup": length, "seed": seed},
         "data": {"path": data},
         "cluster": domains,
+        "loads": {"source": loads},
         "system": {"name": system, "every": parse_ckpt(ckpt), "replicas": copies},
         "store": {"keep": keep_store},
         "launch": {"nnodes": nnodes, "node_rank": node_rank, "rdzv_endpoint": rdzv_endpoint},
         "faults": tuple(map(FaultSpec.parse, faults)),
     }
-    return _checked(override(build(Scenario, parts, "options"), assignments))
+    return _checked(scale(override(build(Scenario, parts, "options"), assignments)))
 
 
 def _cluster(name: str, nodes: int | None, ranks_per_node: int | None, device: str, nnodes: int) -> ClusterConfig:
@@ -126,19 +133,29 @@ def _cluster(name: str, nodes: int | None, ranks_per_node: int | None, device: s
 
     if nnodes and nodes not in (None, nnodes):
         raise ConfigError(f"--nodes {nodes} contradicts --nnodes {nnodes}: real machines are counted by --nnodes alone")
+    fields = load_cluster(name)
+    if name != LOCAL and device == "auto":
+        device = "cpu"
     num_devices = 0 if device == "cpu" else num_cuda_devices()
     count = nnodes or nodes or (1 if num_devices == 1 else DEFAULT_NODES)
     ranks = ranks_per_node or max(1, num_devices // (1 if nnodes else count))
-    return build(ClusterConfig, {"name": name, "nodes": count, "ranks_per_node": ranks, "device": device}, "options")
+    chosen = {"nodes": count, "ranks_per_node": ranks, "device": device}
+    return build(ClusterConfig, chosen | fields | _given(nodes=nodes, ranks_per_node=ranks_per_node), "--cluster")
+
+
+def _given(**options: int | None) -> dict[str, int]:
+    """Those that were given, which go before what a cluster's file says."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _checked(scenario: Scenario) -> Scenario:
     """The scenario with its device resolved, once the names that no model checks are found to be known."""
+    from capricorn.harness.given import given_shares
     from capricorn.harness.machine import resolve_device
 
     check_system(scenario.system.name)
-    if scenario.cluster.name not in CLUSTERS:
-        raise unknown_name("cluster", scenario.cluster.name, CLUSTERS)
+    # Also reads a trace of loads, so that its faults are told before anything starts.
+    given_shares(scenario.loads, scenario.model, num_iterations=scenario.train.iterations, seed=scenario.train.seed)
     if scenario.data.path != "stdlib" and not Path(scenario.data.path).exists():
         raise ConfigError(f"--data {scenario.data.path}: no such file or folder; name one, or stdlib")
     return resolve_device(scenario)

@@ -14,7 +14,8 @@ FOLDERS = {"capricorn": "capricorn", "baselines": "capricorn.baselines", "cli": 
 LAYERS = (
     {"units", "errors"},
     {"hooks", "topology"},
-    {"presets", "config", "resolve", "sizing", "profile", "records"},
+    {"values"},
+    {"presets", "cluster", "config", "resolve", "sizing", "workload", "scale", "profile", "records"},
     {"planner"},
     {"system"},
     {"registry"},

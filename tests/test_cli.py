@@ -133,7 +133,7 @@ MISTAKES = [
     (["run", "--model", "none.toml"], "cannot read none.toml"),
     (["run", "--system", "capricron"], "did you mean 'capricorn'?"),
     (["run", "--cluster", "lokal"], "did you mean 'local'?"),
-    (["run", "--set", "cluster.name=p4d"], "unknown cluster 'p4d'"),
+    (["run", "--cluster", "p5"], "unknown cluster 'p5'"),
     (["run", "--set", "system.name=x"], "unknown system 'x'"),
     (["run", "--ckpt", "every-0"], "every-N with N >= 1"),
     (["run", "--iterations", "0"], "'--iterations': 0"),

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from capricorn.config import ClusterConfig, FaultSpec, LaunchConfig, Scenario, SystemConfig, TrainConfig, build
+from capricorn.cluster import ClusterConfig
+from capricorn.config import FaultSpec, LaunchConfig, Scenario, SystemConfig, TrainConfig
 from capricorn.errors import ConfigError
 from capricorn.presets import MODELS
 from capricorn.resolve import load_model, override, parse_ckpt
+from capricorn.values import build
 
 TINY = Scenario(model=load_model("mixtral-tiny"))
 

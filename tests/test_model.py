@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from capricorn.config import ModelConfig, TrainConfig
 from capricorn.harness.model import build_model
+from capricorn.harness.network import Network
 from capricorn.harness.moe import expert_ids_of, expert_key
 from capricorn.harness.ops import all_to_all
 from capricorn.harness.optim import Optimizer
@@ -75,8 +76,8 @@ def part_of(batch: tuple[Tensor, Tensor], rank: int, num_ranks: int) -> tuple[Te
 
 
 def built(config: ModelConfig, rank: int = 0, num_ranks: int = 1, seed: int = 0) -> nn.Module:
-    group = dist.group.WORLD if dist.is_initialized() else None
-    return build_model(config, rank, num_ranks, group, "cpu", seed)
+    network = Network(dist.group.WORLD if dist.is_initialized() else None)
+    return build_model(config, rank, num_ranks, network, "cpu", seed)
 
 
 @pytest.fixture
@@ -94,7 +95,7 @@ def count(model: nn.Module, *, experts: bool) -> int:
 @pytest.mark.parametrize("name", MODELS)
 def test_each_preset_has_exactly_the_parameters_the_formula_says(name: str) -> None:
     config = load_model(name)
-    models = [build_model(config, rank, 3, dist.group.WORLD, "meta", 0) for rank in range(3)]
+    models = [build_model(config, rank, 3, Network(dist.group.WORLD), "meta", 0) for rank in range(3)]
     assert count(models[0], experts=False) + sum(count(m, experts=True) for m in models) == total_params(config)
 
 
@@ -134,7 +135,7 @@ def test_another_seed_gives_other_weights() -> None:
 
 def loss_and_grads(rank: int, num_ranks: int, config: ModelConfig) -> tuple[float, dict[str, Tensor]]:
     model = built(config, rank, num_ranks)
-    optimizer = Optimizer(model, TrainConfig(), dist.group.WORLD)
+    optimizer = Optimizer(model, TrainConfig(), Network(dist.group.WORLD))
     loss = model(*part_of(batch_of(config, 6), rank, num_ranks), None)
     loss.backward()
     optimizer.reduce(None)
@@ -174,7 +175,7 @@ def exchange(rank: int, num_ranks: int) -> tuple[Tensor, Tensor, Tensor]:
     send, receive = sizes[rank], [row[rank] for row in sizes]
     rows = torch.arange(sum(send) * 2, dtype=torch.float32).view(-1, 2) + 100 * rank
     rows.requires_grad_()
-    received = all_to_all(rows, send, receive, dist.group.WORLD, None, 0, "dispatch")
+    received = all_to_all(rows, send, receive, Network(dist.group.WORLD), None, 0, "dispatch")
     received.backward(received.detach() * 2)
     assert rows.grad is not None
     return rows.detach(), received.detach(), rows.grad
@@ -194,7 +195,7 @@ def events(rank: int, num_ranks: int, config: ModelConfig, skewed: bool) -> list
     if skewed:
         for block in model.layers:
             block.moe.gate = FirstExperts(block.moe.gate)
-    optimizer = Optimizer(model, TrainConfig(), dist.group.WORLD)
+    optimizer = Optimizer(model, TrainConfig(), Network(dist.group.WORLD))
     recorders = []
     for iteration in range(1, 3):
         recorders.append(Recorder())

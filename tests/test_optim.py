@@ -13,6 +13,7 @@ from torch.optim import AdamW
 
 from capricorn.config import ModelConfig, TrainConfig
 from capricorn.harness.model import build_model
+from capricorn.harness.network import Network
 from capricorn.harness.optim import Optimizer, learning_rate
 from capricorn.resolve import load_model
 from capricorn.sizing import total_params
@@ -56,8 +57,8 @@ def iterate(model: nn.Module, optimizer: Optimizer, batch: tuple[Tensor, Tensor]
 
 def train(rank: int, num_ranks: int, config: ModelConfig, iterations: int) -> dict[str, Any]:
     torch.manual_seed(rank)
-    model = build_model(config, rank, num_ranks, dist.group.WORLD, "cpu", 0)
-    optimizer = Optimizer(model, TRAIN, dist.group.WORLD)
+    model = build_model(config, rank, num_ranks, Network(dist.group.WORLD), "cpu", 0)
+    optimizer = Optimizer(model, TRAIN, Network(dist.group.WORLD))
     losses = iterate(model, optimizer, batch_of(config, rank, num_ranks), iterations)
     dense = {name: p.detach().clone() for name, p in model.named_parameters() if name in optimizer.dense_owner}
     owned = {name: tensor.clone() for name, tensor in optimizer.owned_tensors().items()}
@@ -93,11 +94,11 @@ def test_on_one_rank_the_update_equals_plain_adamw_bit_for_bit(name: str) -> Non
     config = model_of(name, tie_embeddings=True)
     batch = batch_of(config, 0, 1)
     recipe = TrainConfig(lr=1e-3, lr_warmup_iterations=2, clip_norm=1e9)
-    model = build_model(config, 0, 1, dist.group.WORLD, "cpu", 0)
+    model = build_model(config, 0, 1, Network(dist.group.WORLD), "cpu", 0)
     torch.manual_seed(0)
-    losses = iterate(model, Optimizer(model, recipe, dist.group.WORLD), batch, 4)[:4]
+    losses = iterate(model, Optimizer(model, recipe, Network(dist.group.WORLD)), batch, 4)[:4]
 
-    plain = build_model(config, 0, 1, dist.group.WORLD, "cpu", 0)
+    plain = build_model(config, 0, 1, Network(dist.group.WORLD), "cpu", 0)
     # The moments of this one come to be in its first step.
     matrices = [p for p in plain.parameters() if p.ndim - hasattr(p, "expert_ids") >= 2]
     others = [p for p in plain.parameters() if p.ndim - hasattr(p, "expert_ids") < 2]
@@ -119,7 +120,7 @@ def test_on_one_rank_the_update_equals_plain_adamw_bit_for_bit(name: str) -> Non
 @pytest.mark.usefixtures("one_rank_group")
 def test_clipping_scales_all_gradients_by_their_common_norm() -> None:
     config = load_model("mixtral-tiny")
-    model = build_model(config, 0, 1, None, "cpu", 0)
+    model = build_model(config, 0, 1, Network(), "cpu", 0)
     optimizer = Optimizer(model, TrainConfig(clip_norm=0.01))
     model(*batch_of(config, 0, 1), None).backward()
     grads = [p.grad for p in model.parameters() if p.grad is not None]
@@ -133,7 +134,7 @@ def test_clipping_scales_all_gradients_by_their_common_norm() -> None:
 @pytest.mark.usefixtures("one_rank_group")
 def test_the_whole_state_exists_before_the_first_update_and_stays_where_it_is() -> None:
     config = load_model("mixtral-tiny")
-    model = build_model(config, 0, 1, None, "cpu", 0)
+    model = build_model(config, 0, 1, Network(), "cpu", 0)
     optimizer = Optimizer(model, TRAIN)
     before = optimizer.owned_tensors()
     addresses = {name: tensor.data_ptr() for name, tensor in before.items()}
@@ -147,7 +148,7 @@ def test_the_whole_state_exists_before_the_first_update_and_stays_where_it_is() 
 
 @pytest.mark.usefixtures("one_rank_group")
 def test_the_slices_of_one_stacked_tensor_follow_each_other() -> None:
-    model = build_model(load_model("mixtral-tiny"), 0, 1, None, "cpu", 0)
+    model = build_model(load_model("mixtral-tiny"), 0, 1, Network(), "cpu", 0)
     owned = list(Optimizer(model, TRAIN).owned_tensors().items())
     for kind in ("param", "exp_avg", "exp_avg_sq"):
         first = next(i for i, (name, _) in enumerate(owned) if name == f"{kind}/layers.1.moe.experts.0.w2")
@@ -159,7 +160,7 @@ def test_the_slices_of_one_stacked_tensor_follow_each_other() -> None:
 
 @pytest.mark.usefixtures("one_rank_group")
 def test_tied_parameters_are_owned_under_one_name() -> None:
-    model = build_model(load_model("gpt-moe-tiny"), 0, 1, dist.group.WORLD, "cpu", 0)
+    model = build_model(load_model("gpt-moe-tiny"), 0, 1, Network(dist.group.WORLD), "cpu", 0)
     optimizer = Optimizer(model, TRAIN)
     assert optimizer.aliases() == {"head.weight": "embedding.weight"}
     assert "param/embedding.weight" in optimizer.owned_tensors()
@@ -168,7 +169,7 @@ def test_tied_parameters_are_owned_under_one_name() -> None:
 
 @pytest.mark.usefixtures("one_rank_group")
 def test_a_gradient_that_left_the_flat_buffer_is_noticed() -> None:
-    model = build_model(load_model("mixtral-tiny"), 0, 1, None, "cpu", 0)
+    model = build_model(load_model("mixtral-tiny"), 0, 1, Network(), "cpu", 0)
     optimizer = Optimizer(model, TRAIN)
     model.zero_grad(set_to_none=True)
     with pytest.raises(AssertionError):
@@ -211,9 +212,9 @@ def test_training_learns_and_gives_the_same_bits_each_time(name: str) -> None:
 
 def restore(rank: int, num_ranks: int, config: ModelConfig) -> tuple[list[float], list[float]]:
     """The losses of two iterations, and again after the state before them was overwritten and put back."""
-    model = build_model(config, rank, num_ranks, dist.group.WORLD, "cpu", 0)
+    model = build_model(config, rank, num_ranks, Network(dist.group.WORLD), "cpu", 0)
     group = dist.new_group(list(range(num_ranks)))
-    optimizer = Optimizer(model, TRAIN, group)
+    optimizer = Optimizer(model, TRAIN, Network(group))
     batch = batch_of(config, rank, num_ranks)
     iterate(model, optimizer, batch, 2)
     saved = {name: tensor.clone() for name, tensor in optimizer.owned_tensors().items()}

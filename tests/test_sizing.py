@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from capricorn.config import ClusterConfig, LaunchConfig, Scenario, SystemConfig
+from capricorn.cluster import ClusterConfig
+from capricorn.config import LaunchConfig, Scenario, SystemConfig
 from capricorn.resolve import load_model
 from capricorn.sizing import (
     NUM_SLOTS,

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from capricorn.config import ClusterConfig, Scenario, SystemConfig, TrainConfig
+from capricorn.cluster import ClusterConfig
+from capricorn.config import Scenario, SystemConfig, TrainConfig
 from capricorn.errors import ConfigError
 from capricorn.records import (
     EVENTS,

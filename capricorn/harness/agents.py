@@ -6,12 +6,13 @@ import contextlib
 import os
 import socket
 import subprocess
-import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from capricorn.errors import ConfigError
-from capricorn.harness.address import loopback_address
+from capricorn.harness.fabric import Entry
+from capricorn.harness.ground import Ground
 from capricorn.harness.job import Job
 from capricorn.units import Seconds
 
@@ -25,8 +26,8 @@ STOP_TIMEOUT_S: Seconds = 10.0
 class Rendezvous:
     """Where the agents meet: our own store for emulated nodes, else what the user named."""
 
-    def __init__(self, job: Job, log_dir: Path) -> None:
-        """Starts the store if it is ours.
+    def __init__(self, job: Job, ground: Ground, log_dir: Path) -> None:
+        """Starts the store if it is ours; it takes over the ground's listener.
 
         Raises:
             ConfigError: this machine is to host the user's endpoint and its port is taken.
@@ -38,12 +39,11 @@ class Rendezvous:
             if launch.node_rank == 0:
                 _check_port(self.endpoint)
             return
-        # The socket listens before any process starts, so no port can be taken in between and no agent comes too early.
-        with socket.create_server(("127.0.0.1", 0), backlog=256) as listener:
-            port = listener.getsockname()[1]
-            self.endpoint = f"127.0.0.1:{port}"
-            command = [sys.executable, "-m", "capricorn.harness.rendezvous", str(listener.fileno()), str(port)]
-            self._process = _spawn(command, log_dir / "rendezvous.log", pass_fds=(listener.fileno(),))
+        with ground.listener as listener:
+            self.endpoint = "{}:{}".format(*listener.getsockname())
+            module = ("capricorn.harness.rendezvous", str(listener.fileno()))
+            log = log_dir / "rendezvous.log"
+            self._process = _spawn(ground.enter_switch(), module, log, pass_fds=(listener.fileno(),))
 
     def stop(self) -> None:
         if self._process is not None:
@@ -53,15 +53,17 @@ class Rendezvous:
 class Agents:
     """The torchrun agents of the nodes on this machine."""
 
-    def __init__(self, job: Job, job_file: Path, log_dir: Path, endpoint: str) -> None:
-        self._job, self._job_file, self._log_dir, self._endpoint = job, job_file, log_dir, endpoint
+    def __init__(self, job: Job, job_file: Path, ground: Ground, log_dir: Path, endpoint: str) -> None:
+        self._job, self._job_file, self._ground = job, job_file, ground
+        self._log_dir, self._endpoint = log_dir, endpoint
         launch = job.scenario.launch
         self.nodes = [launch.node_rank] if launch.nnodes else list(range(job.scenario.cluster.nodes))
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self, node: int) -> None:
         """Starts the agent of a node, anew if there was one."""
-        self._processes[node] = _spawn(self._command(node), self._log_dir / f"node{node}.log", env=self._environment())
+        log, env = self._log_dir / f"node{node}.log", self._environment()
+        self._processes[node] = _spawn(self._ground.enter_node(node), self._module(node), log, env=env)
 
     def exit_codes(self) -> dict[int, int]:
         """Of the agents that have ended: node -> exit code, negative for the signal that ended it."""
@@ -77,17 +79,17 @@ class Agents:
         for process in self._processes.values():
             _stop(process, max(0.1, deadline_s - time.monotonic()))
 
-    def _command(self, node: int) -> list[str]:
+    def _module(self, node: int) -> list[str]:
         scenario = self._job.scenario
         launch = scenario.launch
-        where = ["--node-rank", str(node)] if launch.nnodes else ["--local-addr", loopback_address(node)]
+        where = ["--node-rank", str(node)] if launch.nnodes else ["--local-addr", self._ground.address(node)]
         conf = {
             "join_timeout": JOIN_TIMEOUT_S,
             "keep_alive_interval": KEEP_ALIVE_INTERVAL_S,
             "keep_alive_max_attempt": KEEP_ALIVE_ATTEMPTS,
         } | ({} if launch.nnodes else {"is_host": 0})
         return [
-            *(sys.executable, "-m", "capricorn.harness.agent"),
+            "capricorn.harness.agent",
             *("--nnodes", str(scenario.topology.num_nodes)),
             *("--nproc-per-node", str(scenario.topology.ranks_per_node)),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", self._endpoint),
@@ -103,22 +105,22 @@ class Agents:
         # With torch 2.13 restarted ranks read the addresses of the dead attempt from the agent's shared store.
         settings = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONUNBUFFERED": "1"}
         if not self._job.scenario.launch.nnodes:
-            settings["GLOO_SOCKET_IFNAME"] = "lo"
+            settings["GLOO_SOCKET_IFNAME"] = self._ground.interface
         return settings
 
 
 def _spawn(
-    command: list[str], log: Path, *, env: dict[str, str] | None = None, pass_fds: tuple[int, ...] = ()
+    entry: Entry, module: Sequence[str], log: Path, *, env: dict[str, str] | None = None, pass_fds: tuple[int, ...] = ()
 ) -> subprocess.Popen[bytes]:
     # A session of its own: a Ctrl-C at the terminal is for the launcher, which ends the others in order.
     with log.open("ab") as output:
         return subprocess.Popen(
-            command,
+            [*entry.prefix, *module],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, **(env or {})},
-            pass_fds=pass_fds,
+            pass_fds=(*entry.pass_fds, *pass_fds),
             start_new_session=True,
         )
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from capricorn.config import Frozen
+from capricorn.values import Frozen
 
 S = TypeVar("S", bound=Frozen)
 

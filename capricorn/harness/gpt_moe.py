@@ -21,6 +21,7 @@ from torch.nn.functional import gelu, linear
 from capricorn.config import ModelConfig
 from capricorn.harness.model import Attention, Block, Decoder
 from capricorn.harness.moe import expert_parameter
+from capricorn.harness.network import Network
 from capricorn.harness.ops import all_to_all, run_op
 from capricorn.hooks import TrainerHook
 from capricorn.topology import expert_split
@@ -45,11 +46,11 @@ class HookedMoE(MOELayer):  # type: ignore[misc]
     Needs an initialised process group, tokens that divide by the number of experts, and experts that divide by ranks.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, rank: int, world_size: int, group: dist.ProcessGroup | None):
+    def __init__(self, config: ModelConfig, layer: int, rank: int, world_size: int, network: Network):
         ids = expert_split(config.num_experts, world_size)[rank]
         experts = nn.ModuleList(GeluExpert(config.hidden, config.ffn, expert_id) for expert_id in ids)
-        super().__init__(Top2Gate(config.hidden, config.num_experts), experts, group)
-        self.layer, self.num_experts = layer, config.num_experts
+        super().__init__(Top2Gate(config.hidden, config.num_experts), experts, network.group)
+        self.layer, self.num_experts, self.network = layer, config.num_experts, network
         self.norm = nn.LayerNorm(config.hidden)
 
     def forward(self, x_TD: Tensor, hook: TrainerHook | None) -> tuple[Tensor, Tensor]:
@@ -63,9 +64,9 @@ class HookedMoE(MOELayer):  # type: ignore[misc]
                 dist.all_reduce(counts_E, group=self.group)
             hook.on_routed(self.layer, counts_E.tolist())
         splits = [len(rows_ND) // self.world_size] * self.world_size
-        rows_ND = all_to_all(rows_ND, splits, splits, self.group, hook, self.layer, "dispatch")
+        rows_ND = all_to_all(rows_ND, splits, splits, self.network, hook, self.layer, "dispatch")
         rows_ND = run_op(hook, self.layer, "expert", self._compute, rows_ND)
-        rows_ND = all_to_all(rows_ND, splits, splits, self.group, hook, self.layer, "combine")
+        rows_ND = all_to_all(rows_ND, splits, splits, self.network, hook, self.layer, "combine")
         return torch.einsum("tec,ecd->td", weights_TEC, rows_ND.view(*weights_TEC.shape[1:], -1)), balance
 
     def _route(self, x_TD: Tensor) -> tuple[Tensor, ...]:
@@ -93,14 +94,14 @@ class GptDecoder(Decoder):
         return super().embed(tokens_BS) + self.position.weight[: tokens_BS.shape[1]]
 
 
-def gpt_moe(config: ModelConfig, rank: int, world_size: int, group: dist.ProcessGroup | None) -> Decoder:
+def gpt_moe(config: ModelConfig, rank: int, world_size: int, network: Network) -> Decoder:
     """Family `gpt-moe`: GPT-2 with LayerNorm, learned positions, biases, and MoE in some layers."""
     hidden, ffn = config.hidden, config.ffn
 
     def block(layer: int) -> Block:
         attention = nn.Sequential(nn.LayerNorm(hidden), Attention(config, bias=True, rope=False))
         if config.is_moe(layer):
-            return Block(layer, attention, moe=HookedMoE(config, layer, rank, world_size, group))
+            return Block(layer, attention, moe=HookedMoE(config, layer, rank, world_size, network))
         mlp = nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, ffn), nn.GELU(), nn.Linear(ffn, hidden))
         return Block(layer, attention, mlp=mlp)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from capricorn.config import Frozen, Scenario
+from capricorn.config import Scenario
+from capricorn.values import Frozen
 
 JOB: Final = "job.json"
 FATAL: Final = "fatal.txt"
@@ -24,6 +25,10 @@ class Job(Frozen):
     store_dir: Path
     """The folder that holds node<k>/ of each node on this machine."""
     tokens: Path
+    addresses: tuple[str, ...] = ()
+    """Of the emulated nodes, by node."""
+    links_dir: Path | None = None
+    """Where the links are that are paced in user space, if they are."""
 
     def write(self) -> Path:
         path = self.run_dir / JOB

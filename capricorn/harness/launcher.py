@@ -15,13 +15,27 @@ from typing import Final
 from capricorn.config import Scenario
 from capricorn.errors import CapricornError
 from capricorn.harness.agents import Agents, Rendezvous
+from capricorn.harness.cpu import CpuMeter
 from capricorn.harness.data import prepare
 from capricorn.harness.follow import Follower
+from capricorn.harness.ground import PACED, Ground, lay_ground
 from capricorn.harness.interrupts import Interrupts
 from capricorn.harness.job import FATAL, Job
 from capricorn.harness.machine import environment
-from capricorn.records import EVENTS, ITERATIONS, EventSample, IterationSample, RunRecord, write_run
+from capricorn.harness.measure import measure_links
+from capricorn.records import (
+    CPU,
+    EVENTS,
+    ITERATIONS,
+    LINKS,
+    EventSample,
+    IterationSample,
+    RunRecord,
+    append,
+    write_run,
+)
 from capricorn.report.recoveries import write_recoveries
+from capricorn.runtime.route import Links
 from capricorn.runtime.store import NodeStore, RunLock, find_stores
 
 TICK_S: Final = 0.1
@@ -54,49 +68,89 @@ def launch(scenario: Scenario, out: Path, listener: RunListener) -> Path:
     tokens = prepare(scenario.data, scenario.model.vocab_size, seq_len=scenario.model.seq_len)
     run_id = _new_run_id(scenario, started)
     with Interrupts() as interrupts:
-        lock = RunLock(Path(scenario.store.root), run_id)
+        ground, scenario = _lay_ground(scenario)
         try:
-            run_dir = (out / run_id).resolve()
-            run_dir.mkdir(parents=True)
-            job = Job(run_id=run_id, scenario=scenario, run_dir=run_dir, store_dir=lock.folder, tokens=tokens)
-            listener.on_start(run_dir, scenario)
+            lock = RunLock(Path(scenario.store.root), run_id)
             try:
-                _Run(job, listener, interrupts).run()
+                run_dir = (out / run_id).resolve()
+                run_dir.mkdir(parents=True)
+                job = _make_job(scenario, run_id, run_dir, lock.folder, tokens, ground)
+                listener.on_start(run_dir, scenario)
+                try:
+                    _Run(job, ground, listener, interrupts).run()
+                finally:
+                    _finish_record(job, started)
             finally:
-                _finish_record(job, started)
+                lock.release(keep=scenario.store.keep)
         finally:
-            lock.release(keep=scenario.store.keep)
+            ground.close()
         interrupts.check()
     return run_dir
+
+
+def _lay_ground(scenario: Scenario) -> tuple[Ground, Scenario]:
+    """Where the nodes live, and the scenario that says how their links are made."""
+    ground, links = lay_ground(scenario.cluster)
+    cluster = scenario.cluster.model_copy(update={"links": links})
+    return ground, scenario.model_copy(update={"cluster": cluster})
+
+
+def _make_job(scenario: Scenario, run_id: str, run_dir: Path, store_dir: Path, tokens: Path, ground: Ground) -> Job:
+    cluster = scenario.cluster
+    links_dir = None
+    if cluster.links == PACED:
+        links_dir = store_dir / "links"
+        Links.create(links_dir, cluster.nodes, cluster.rate_bytes_per_s).close()
+    return Job(
+        run_id=run_id,
+        scenario=scenario,
+        run_dir=run_dir,
+        store_dir=store_dir,
+        tokens=tokens,
+        addresses=tuple(map(ground.address, range(cluster.nodes))),
+        links_dir=links_dir,
+    )
 
 
 class _Run:
     """The processes of one run, from start to end."""
 
-    def __init__(self, job: Job, listener: RunListener, interrupts: Interrupts) -> None:
-        self._job, self._listener, self._interrupts = job, listener, interrupts
+    def __init__(self, job: Job, ground: Ground, listener: RunListener, interrupts: Interrupts) -> None:
+        self._job, self._ground, self._listener, self._interrupts = job, ground, listener, interrupts
         self._samples = Follower(job.run_dir / ITERATIONS, IterationSample)
         self._events = Follower(job.run_dir / EVENTS, EventSample)
         self._failures: list[str] = []
+        self._is_training = False
         launch = job.scenario.launch
         self._replacements_left = launch.max_restarts + len(job.scenario.faults)
 
     def run(self) -> None:
         log_dir = self._job.run_dir / "log"
         log_dir.mkdir()
-        rendezvous = Rendezvous(self._job, log_dir)
-        self._agents = Agents(self._job, self._job.write(), log_dir, rendezvous.endpoint)
+        if self._job.scenario.cluster.is_emulated:
+            self._measure_links()
+        rendezvous = Rendezvous(self._job, self._ground, log_dir)
+        self._agents = Agents(self._job, self._job.write(), self._ground, log_dir, rendezvous.endpoint)
+        meter = CpuMeter()
         try:
             for node in self._agents.nodes:
                 self._start_node(node)
             while not self._is_done():
                 self._interrupts.check()
                 self._tell()
+                meter.tick(is_training=self._is_training)
                 time.sleep(TICK_S)
         finally:
+            append(self._job.run_dir / CPU, meter.sample())
             self._agents.stop()
             rendezvous.stop()
             self._tell()
+
+    def _measure_links(self) -> None:
+        num_nodes = self._job.scenario.cluster.nodes
+        entries = [self._ground.enter_node(node) for node in range(num_nodes)]
+        for sample in measure_links(entries, self._job.addresses, links=self._job.links_dir):
+            append(self._job.run_dir / LINKS, sample)
 
     def _start_node(self, node: int) -> None:
         NodeStore.create(self._job.node_dir(node), self._job.run_id, node, self._job.scenario.topology)
@@ -123,6 +177,7 @@ class _Run:
 
     def _tell(self) -> None:
         for sample in self._samples.new():
+            self._is_training = True
             self._listener.on_sample(sample)
         for event in self._events.new():
             if event.event == "failed":
@@ -153,15 +208,16 @@ def _write_record(job: Job, started: datetime) -> None:
     stores = [store for store in find_stores(job.store_dir.parent) if store.path == job.store_dir]
     (job.run_dir / STORE).write_text(json.dumps({"store_bytes": sum(store.num_bytes for store in stores)}))
     write_recoveries(job.run_dir)
-    summary, verdict = summarize(job.run_dir, job.scenario)
+    facts = environment(job.scenario.cluster.device)
+    summary, verdict = summarize(job.run_dir, job.scenario, facts.num_cpus)
     record = RunRecord(
         run_id=job.run_id,
         started_at=started.isoformat(timespec="seconds"),
-        mode="live",
+        mode="emulated" if job.scenario.emulation else "live",
         system=job.scenario.system.name,
         seed=job.scenario.train.seed,
         config=job.scenario,
-        environment=environment(job.scenario.cluster.device),
+        environment=facts,
         summary=summary,
         verdict=verdict,
     )

@@ -10,12 +10,13 @@ import hashlib
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from capricorn.config import ModelConfig
+from capricorn.harness.loads import Loads
 from capricorn.harness.moe import NORM_EPS, MoE, SwiGLU, expert_ids_of, expert_key
+from capricorn.harness.network import Network
 from capricorn.harness.ops import run_op
 from capricorn.hooks import NO_LAYER, TrainerHook
 from capricorn.sizing import MLA_KV_RANK, MLA_Q_RANK, MLA_ROPE_DIM
@@ -153,7 +154,7 @@ class Decoder(nn.Module):
         return cross_entropy(logits_TV, targets_BS.flatten())
 
 
-def mixtral(config: ModelConfig, rank: int, world_size: int, group: dist.ProcessGroup | None) -> Decoder:
+def mixtral(config: ModelConfig, rank: int, world_size: int, network: Network, loads: Loads | None) -> Decoder:
     """Family `mixtral`: RMSNorm, RoPE, grouped-query or latent attention, SwiGLU, dropless routing."""
 
     def norm() -> nn.Module:
@@ -163,7 +164,7 @@ def mixtral(config: ModelConfig, rank: int, world_size: int, group: dist.Process
         core = LatentAttention(config) if config.attention == "mla" else Attention(config)
         attention = nn.Sequential(norm(), core)
         if config.is_moe(layer):
-            return Block(layer, attention, moe=MoE(config, layer, rank, world_size, group))
+            return Block(layer, attention, moe=MoE(config, layer, rank, world_size, network, loads))
         return Block(layer, attention, mlp=nn.Sequential(norm(), SwiGLU(config.hidden, config.dense_ffn)))
 
     return Decoder(config, map(block, range(config.num_layers)), norm())
@@ -173,9 +174,10 @@ def build_model(
     config: ModelConfig,
     rank: int,
     world_size: int,
-    group: dist.ProcessGroup | None,
+    network: Network,
     device: torch.device | str,
     seed: int,
+    loads: Loads | None = None,
 ) -> nn.Module:
     """The model with the experts of `rank`; called as `model(tokens_BS, targets_BS, hook)` it yields the loss.
 
@@ -184,20 +186,21 @@ def build_model(
 
     Args:
         config: its family chooses the class.
-        rank: in `group`.
-        world_size: of `group`.
-        group: exchanges tokens; None is allowed for family `mixtral` on one rank.
+        rank: whose experts the model holds.
+        world_size: number of ranks.
+        network: exchanges tokens.
         device: where parameters live; on `meta` they have no values.
         seed: of the initial weights.
+        loads: of the experts, in place of the router's; not for family `gpt-moe`.
     """
     with torch.device(device):
         if config.family == "gpt-moe":
             # fairscale is needed by this family only, and slow to import.
             from capricorn.harness.gpt_moe import gpt_moe
 
-            model: nn.Module = gpt_moe(config, rank, world_size, group)
+            model: nn.Module = gpt_moe(config, rank, world_size, network)
         else:
-            model = mixtral(config, rank, world_size, group)
+            model = mixtral(config, rank, world_size, network, loads)
     if torch.device(device).type != "meta":
         init_parameters(model, seed)
     return model

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
 from capricorn.config import ModelConfig
+from capricorn.harness.loads import Loads
+from capricorn.harness.network import Network
 from capricorn.harness.ops import all_to_all, permute, run_op, sort_order
 from capricorn.hooks import TrainerHook
 from capricorn.topology import expert_split
@@ -73,16 +75,18 @@ class Experts(nn.Module):
 class MoE(nn.Module):
     """Norm, router, routed and shared experts of one layer.
 
+    Given loads overrule the router's choice of experts, not its weights, so that the loss stays a real one.
     The router takes the top-k of a softmax in fp32 and renormalises it. The balance loss is Switch Transformer's, with
     the fractions of tokens taken over all ranks, so that it does not depend on how a batch is split over ranks.
     Departs: models that route otherwise (DeepSeek-V3 by biased sigmoids) are routed this way too.
     """
 
     def __init__(
-        self, config: ModelConfig, layer: int, rank: int, world_size: int, group: dist.ProcessGroup | None
+        self, config: ModelConfig, layer: int, rank: int, world_size: int, network: Network, loads: Loads | None = None
     ) -> None:
         super().__init__()
-        self.layer, self.rank, self.group, self.top_k = layer, rank, group, config.top_k
+        self.layer, self.rank, self.top_k = layer, rank, config.top_k
+        self.network, self.loads = network, loads
         self.split = expert_split(config.num_experts, world_size)
         self.norm = nn.RMSNorm(config.hidden, eps=NORM_EPS)
         self.gate = nn.Linear(config.hidden, config.num_experts, bias=False)
@@ -105,9 +109,9 @@ class MoE(nn.Module):
         send = [sum(counts[self.rank][ids.start : ids.stop]) for ids in self.split]
         receive = [sum(row) for row in received]
 
-        rows_RD = all_to_all(rows_AD, send, receive, self.group, hook, self.layer, "dispatch")
+        rows_RD = all_to_all(rows_AD, send, receive, self.network, hook, self.layer, "dispatch")
         outputs = run_op(hook, self.layer, "expert", lambda rows, h: self._compute(rows, h, received), rows_RD, h_TD)
-        rows_AD = all_to_all(outputs[0], receive, send, self.group, hook, self.layer, "combine")
+        rows_AD = all_to_all(outputs[0], receive, send, self.network, hook, self.layer, "combine")
 
         rows_TKD = permute(rows_AD, inverse_A, order_A).view(*weights_TK.shape, -1)
         y_TD = sum(outputs[1:], (weights_TK.unsqueeze(-1) * rows_TKD).sum(1))
@@ -118,7 +122,8 @@ class MoE(nn.Module):
         """Normed tokens, their copies sorted by expert, weights, mean probabilities, counts, order and its inverse."""
         h_TD = self.norm(x_TD)
         probs_TE = self.gate(h_TD).float().softmax(-1)
-        weights_TK, experts_TK = torch.topk(probs_TE, self.top_k, dim=-1)
+        experts_TK = self._choose(probs_TE)
+        weights_TK = probs_TE.gather(-1, experts_TK)
         weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
         order_A, inverse_A = sort_order(experts_TK.flatten())
         counts_E = torch.bincount(experts_TK.flatten(), minlength=probs_TE.shape[1])
@@ -128,12 +133,18 @@ class MoE(nn.Module):
         copies_AD = h_TD.unsqueeze(1).expand(-1, self.top_k, -1).flatten(0, 1)
         return h_TD, permute(copies_AD, order_A, inverse_A), weights_TK, probs_TE.mean(0), counts_E, order_A, inverse_A
 
+    def _choose(self, probs_TE: Tensor) -> Tensor:
+        """The experts [T, K] of each token: the likeliest, or those that given loads ask for."""
+        if self.loads is None:
+            return torch.topk(probs_TE, self.top_k, dim=-1).indices
+        return self.loads.choose(self.layer, len(probs_TE)).to(probs_TE.device)
+
     def _gather(self, counts_E: Tensor) -> Tensor:
         """The counts of all ranks [W, E]."""
         if len(self.split) == 1:
             return counts_E.unsqueeze(0)
         counts_WE = counts_E.new_empty(len(self.split), len(counts_E))
-        dist.all_gather(list(counts_WE), counts_E, group=self.group)
+        dist.all_gather(list(counts_WE), counts_E, group=self.network.group)
         return counts_WE
 
     def _compute(self, rows_RD: Tensor, h_TD: Tensor, received: list[list[int]]) -> tuple[Tensor, ...]:

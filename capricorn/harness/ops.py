@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
+from capricorn.harness.network import Network
 from capricorn.hooks import OpKey, OpKind, TrainerHook
 
 Result = TypeVar("Result", Tensor, tuple[Tensor, ...])
@@ -68,13 +68,13 @@ class _AllToAll(Function):
         rows_ND: Tensor,
         send: Sequence[int],
         receive: Sequence[int],
-        group: dist.ProcessGroup | None,
+        network: Network,
         hook: TrainerHook | None,
         layer: int,
         kind: OpKind,
     ) -> Tensor:
-        ctx.reverse = receive, send, group, hook, OpKey(layer, "backward", kind)
-        return _exchange(rows_ND, send, receive, group, hook, OpKey(layer, "forward", kind))
+        ctx.reverse = receive, send, network, hook, OpKey(layer, "backward", kind)
+        return _exchange(rows_ND, send, receive, network, hook, OpKey(layer, "forward", kind))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -85,7 +85,7 @@ def _exchange(
     rows_ND: Tensor,
     send: Sequence[int],
     receive: Sequence[int],
-    group: dist.ProcessGroup | None,
+    network: Network,
     hook: TrainerHook | None,
     op: OpKey,
 ) -> Tensor:
@@ -95,7 +95,7 @@ def _exchange(
         rows_MD = rows_ND.view_as(rows_ND)
     else:
         rows_MD = rows_ND.new_empty(sum(receive), rows_ND.shape[1])
-        dist.all_to_all_single(rows_MD, rows_ND.contiguous(), list(receive), list(send), group=group)
+        network.all_to_all(rows_MD, rows_ND.contiguous(), receive, send)
     if hook is not None:
         hook.on_op_end(op)
     return rows_MD
@@ -105,12 +105,12 @@ def all_to_all(
     rows_ND: Tensor,
     send: Sequence[int],
     receive: Sequence[int],
-    group: dist.ProcessGroup | None,
+    network: Network,
     hook: TrainerHook | None,
     layer: int,
     kind: OpKind,
 ) -> Tensor:
-    """The rows [M, D] that the ranks of `group` send here, by sender; an op of its own in both directions.
+    """The rows [M, D] that the ranks send here, by sender; an op of its own in both directions.
 
     Collective, also for a rank that sends or receives nothing.
 
@@ -118,12 +118,12 @@ def all_to_all(
         rows_ND: what this rank sends, by receiver.
         send: rows for each rank; sums to N.
         receive: rows from each rank; sums to M.
-        group: may be None when there is one rank.
+        network: of the ranks.
         hook: hears the begin and end of the communication alone.
         layer: of the op.
         kind: `dispatch` or `combine`.
     """
-    rows_MD: Tensor = _AllToAll.apply(rows_ND, send, receive, group, hook, layer, kind)  # type: ignore[no-untyped-call]
+    rows_MD: Tensor = _AllToAll.apply(rows_ND, send, receive, network, hook, layer, kind)  # type: ignore[no-untyped-call]
     return rows_MD
 
 

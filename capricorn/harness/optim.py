@@ -17,6 +17,7 @@ from torch.optim import AdamW
 
 from capricorn.config import TrainConfig
 from capricorn.harness.moe import expert_ids_of, expert_key
+from capricorn.harness.network import Network
 from capricorn.hooks import NO_LAYER, OpKey, TrainerHook
 from capricorn.units import MIB
 
@@ -43,9 +44,11 @@ class Optimizer:
     parameters into buffers of its own.
     """
 
-    def __init__(self, model: nn.Module, train: TrainConfig, group: dist.ProcessGroup | None = None) -> None:
-        self.train, self.group = train, group
-        self.world_size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+    def __init__(self, model: nn.Module, train: TrainConfig, network: Network | None = None) -> None:
+        """`network` is that of the model; by default of all ranks."""
+        self.train, self.network = train, network or Network(dist.group.WORLD)
+        self.group = self.network.group
+        self.world_size, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         named = dict(model.named_parameters())
         every_name = dict(model.named_parameters(remove_duplicate=False))
         canonical = {param: name for name, param in named.items()}
@@ -54,7 +57,7 @@ class Optimizer:
         self._experts = {name: p for name, p in named.items() if expert_ids_of(p) is not None}
 
         settings: dict[str, Any] = {"lr": train.lr, "betas": (train.beta1, train.beta2), "fused": True}
-        self.oss = OSS(_groups(self._dense, train), optim=AdamW, group=group, **settings)
+        self.oss = OSS(_groups(self._dense, train), optim=AdamW, group=self.group, **settings)
         self.local = AdamW(_groups(self._experts, train), **settings)
         for adamw in (self.oss.optim, self.local):
             _materialise(adamw)
@@ -90,7 +93,7 @@ class Optimizer:
             hook.on_op_begin(REDUCE)
         if self.world_size > 1:
             for bucket in torch.split(self._flat_grad, BUCKET_BYTES // self._flat_grad.element_size()):
-                dist.all_reduce(bucket, group=self.group)
+                self.network.all_reduce(bucket)
             for grad in (self._flat_grad, *self._expert_grads()):
                 grad.div_(self.world_size)
         if hook is not None:
@@ -121,6 +124,7 @@ class Optimizer:
     def step(self) -> None:
         """Updates the owned parameters and gives the dense ones to all ranks; collective."""
         self.local.step()
+        self.network.pace_broadcasts(sum(param.nbytes for param in self._dense.values()))
         self.oss.step()
 
     def owned_tensors(self) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from capricorn.harness.job import Job
+from capricorn.harness.pacer import Pacer
 from capricorn.harness.trainer import Measured
 from capricorn.hooks import OpKey, TrainerHook
 from capricorn.records import (
@@ -16,10 +17,12 @@ from capricorn.records import (
     ITERATIONS,
     LOADS,
     OPS,
+    PACE,
     EventSample,
     IterationSample,
     LoadSample,
     OpSample,
+    PaceSample,
     append,
     read_samples,
 )
@@ -30,8 +33,9 @@ from capricorn.units import Bytes, Seconds
 class Recorder(TrainerHook):
     """Listens to the trainer and writes between iterations, outside of what is timed."""
 
-    def __init__(self, job: Job, rank: int, attempt: int, system: CheckpointSystem) -> None:
+    def __init__(self, job: Job, rank: int, attempt: int, system: CheckpointSystem, pacer: Pacer | None) -> None:
         self._dir, self._rank, self._attempt, self._system = job.run_dir, rank, attempt, system
+        self._pacer = pacer
         self._tokens = job.scenario.model.tokens_per_rank
         self._every = job.scenario.system.every
         self._timeline_every = job.scenario.train.timeline_every
@@ -95,6 +99,7 @@ class Recorder(TrainerHook):
         append(self._dir / ITERATIONS, sample)
         self._before = replace(now)
         self._write_timeline()
+        self._write_pace()
         for load in self._loads:
             append(self._dir / LOADS, load)
         self._loads.clear()
@@ -108,6 +113,18 @@ class Recorder(TrainerHook):
                 if chunk.end_s >= self._begin_s:
                     self._write_op(-1, "", chunk.kind, chunk.begin_s, chunk.end_s, chunk.num_bytes)
         self._ops.clear()
+
+    def _write_pace(self) -> None:
+        if self._pacer is not None:
+            errors_s, overruns_s = self._pacer.take()
+            sample = PaceSample(
+                iteration=self._iteration,
+                rank=self._rank,
+                attempt=self._attempt,
+                errors_s=errors_s,
+                overruns_s=overruns_s,
+            )
+            append(self._dir / PACE, sample)
 
     def _write_op(
         self, layer: int, direction: str, kind: str, begin_s: Seconds, end_s: Seconds, num_bytes: Bytes = 0

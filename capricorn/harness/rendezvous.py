@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 
 from capricorn.harness.process import die_with_parent
@@ -15,8 +16,9 @@ def main() -> None:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     fd = int(sys.argv[1])
-    port = int(sys.argv[2])
-    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
+    with socket.socket(fileno=os.dup(fd)) as listener:
+        host, port = listener.getsockname()
+    store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
     signal.sigwait({signal.SIGTERM, signal.SIGINT})
     del store
     os._exit(0)

@@ -18,12 +18,16 @@ import torch
 import torch.distributed as dist
 
 from capricorn.errors import CapricornError, ConfigError, NoCompleteCheckpointError, TransportError
-from capricorn.harness.address import loopback_address, own_address
+from capricorn.harness.address import own_address
 from capricorn.harness.data import Batches
 from capricorn.harness.faults import FaultInjector, register_worker
+from capricorn.harness.given import given_shares
 from capricorn.harness.job import ATTEMPT, FATAL, Job
+from capricorn.harness.loads import Loads
 from capricorn.harness.model import build_model
+from capricorn.harness.network import Network
 from capricorn.harness.optim import Optimizer
+from capricorn.harness.pacer import Pacer
 from capricorn.harness.process import die_with_parent
 from capricorn.harness.recorder import Recorder, was_ever_complete
 from capricorn.harness.state import training_state
@@ -31,6 +35,7 @@ from capricorn.harness.trainer import StallMeter, Trainer
 from capricorn.hooks import HookChain
 from capricorn.registry import load_system
 from capricorn.runtime.exchange import maximum, share_text
+from capricorn.runtime.route import Links, Route
 from capricorn.system import CheckpointSystem, JobContext
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)
@@ -63,7 +68,10 @@ class Worker:
         self._job = job
         self._rank, self._world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self._system: CheckpointSystem = load_system(job.scenario.system.name)()
-        self._recorder = Recorder(job, self._rank, 0, self._system)
+        emulation, model = job.scenario.emulation, job.scenario.model
+        self._pacer = Pacer(emulation.pace, model, self._rank, self._world_size) if emulation else None
+        self._recorder = Recorder(job, self._rank, 0, self._system, self._pacer)
+        self._routes = self._open_routes()
         self._iteration = 0
         self._is_training = False
 
@@ -111,13 +119,15 @@ class Worker:
         self._attempt = maximum(self._control, int(file.read_text()) if file.exists() else -1) + 1
         if self._rank == 0 or self._job.scenario.launch.nnodes:
             file.write_text(str(self._attempt))
-        self._recorder = Recorder(self._job, self._rank, self._attempt, self._system)
+        self._recorder = Recorder(self._job, self._rank, self._attempt, self._system, self._pacer)
 
     def _make_ready(self, device: torch.device) -> None:
         scenario = self._job.scenario
         seed = scenario.train.seed
-        model = build_model(scenario.model, self._rank, self._world_size, dist.group.WORLD, device, seed)
-        optimizer = Optimizer(model, scenario.train, dist.group.WORLD)
+        network = Network(dist.group.WORLD, self._routes)
+        loads = self._given_loads()
+        model = build_model(scenario.model, self._rank, self._world_size, network, device, seed, loads)
+        optimizer = Optimizer(model, scenario.train, network)
         shape = (scenario.model.batch_size, scenario.model.seq_len)
         batches = Batches(self._job.tokens, self._rank, self._world_size, *shape, seed)
         self._check_same_data(batches)
@@ -127,7 +137,8 @@ class Worker:
         self._restore()
         meter = StallMeter(self._system)
         injector = FaultInjector(self._job, self._rank, self._attempt)
-        hook = HookChain([meter, *([injector] if scenario.faults else []), self._recorder])
+        hooks = (meter, injector if scenario.faults else None, loads, self._recorder, self._pacer)
+        hook = HookChain(hook for hook in hooks if hook is not None)
         self._trainer = Trainer(model, optimizer, batches, device, meter, hook)
 
     def _check_same_data(self, batches: Batches) -> None:
@@ -147,8 +158,28 @@ class Worker:
             control_group=self._control,
             config=scenario.system,
             store_dir=self._job.node_dir(scenario.launch.node_rank if scenario.launch.nnodes else node),
-            address=own_address(os.environ["MASTER_ADDR"]) if scenario.launch.nnodes else loopback_address(node),
+            address=own_address(os.environ["MASTER_ADDR"]) if scenario.launch.nnodes else self._job.addresses[node],
+            routes=self._routes,
         )
+
+    def _given_loads(self) -> Loads | None:
+        """Loads that overrule the router's, if the scenario gives some."""
+        loads, train, model = self._job.scenario.loads, self._job.scenario.train, self._job.scenario.model
+        shares_IME = given_shares(loads, model, num_iterations=train.iterations, seed=train.seed)
+        if shares_IME is None:
+            return None
+        layers = [layer for layer in range(model.num_layers) if model.is_moe(layer)]
+        return Loads(shares_IME, layers=layers, top_k=model.top_k, seed=train.seed, rank=self._rank)
+
+    def _open_routes(self) -> dict[int, Route]:
+        """By rank: the way there over links that are paced in user space, if they are."""
+        if self._job.links_dir is None:
+            return {}
+        scenario = self._job.scenario
+        links, topology = Links(self._job.links_dir, has_low_class=scenario.cluster.qos), scenario.topology
+        node = topology.node_of(self._rank)
+        routes = {rank: links.route(node, topology.node_of(rank)) for rank in range(topology.world_size)}
+        return {rank: route for rank, route in routes.items() if route is not None}
 
     def _restore(self) -> None:
         try:

@@ -20,6 +20,7 @@ from capricorn.records import (
     RecoverySample,
     read_samples,
 )
+from capricorn.report.fidelity import fidelity, fidelity_faults
 
 STORE = "store.json"
 """Written by the launcher: `{"store_bytes": n}`, the largest size of all stores of the run."""
@@ -27,15 +28,17 @@ STORE = "store.json"
 Summary: TypeAlias = dict[str, Any]
 
 
-def summarize(run_dir: Path, scenario: Scenario) -> tuple[Summary, str]:
+def summarize(run_dir: Path, scenario: Scenario, num_cpus: int = 1) -> tuple[Summary, str]:
     """The summary of a run folder, finished or not, and its verdict: `ok`, or what is wrong in one sentence.
+
+    `num_cpus` is what the shares of CPU time refer to.
 
     Raises:
         ConfigError: a file of the folder is damaged.
     """
     run = _Run.read(run_dir, scenario)
     summary: Summary = {"iterations": run.num_done, **_times(run), **_checkpoints(run), **_recoveries(run)}
-    summary |= _moved(run) | _memory(run, run_dir)
+    summary |= _moved(run) | _memory(run, run_dir) | fidelity(run_dir, scenario, num_cpus)
     return summary, verdict(summary, scenario)
 
 
@@ -50,6 +53,7 @@ def verdict(summary: Summary, scenario: Scenario) -> str:
         faults.append(f"effective checkpoints {summary['effective']} of {summary['requested']} requested")
     if summary["faults_struck"] < len(scenario.faults) and not scenario.launch.nnodes:
         faults.append(f"faults that struck {summary['faults_struck']} of {len(scenario.faults)}")
+    faults += fidelity_faults(summary)
     return "; ".join(faults) or "ok"
 
 

@@ -9,16 +9,18 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from capricorn.cluster import ClusterConfig, Times
 from capricorn.config import Scenario
 from capricorn.records import RecoverySample, RunRecord
-from capricorn.sizing import Needs
-from capricorn.units import Seconds, format_bytes, format_seconds
+from capricorn.sizing import Needs, num_moe_layers, total_params
+from capricorn.units import BytesPerSecond, Seconds, format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from capricorn.harness.machine import Check
     from capricorn.system import Copy
 
 NONE = "-"
+PARTS = {"compute": "computing", "all_to_all": "all-to-all", "reduce": "reduce", "checkpoint": "checkpoint"}
 PHASES = ("detect", "restart", "agree", "fetch", "load", "first_iteration")
 
 
@@ -27,7 +29,8 @@ def describe(scenario: Scenario) -> str:
     cluster, system = scenario.cluster, scenario.system
     every = {0: "off", 1: "every iteration"}.get(system.every, f"every {system.every} iterations")
     ckpt = "" if system.name == "none" else f" {every}"
-    where = f"{_count(cluster.nodes, 'node')} x {_count(cluster.ranks_per_node, 'rank')} on {cluster.device}"
+    place = f"a scale model of {cluster.name}" if cluster.is_emulated else cluster.device
+    where = f"{_count(cluster.nodes, 'node')} x {_count(cluster.ranks_per_node, 'rank')} on {place}"
     return f"{scenario.model.name} under {system.name}{ckpt}, {where}"
 
 
@@ -38,6 +41,8 @@ def run_table(record: RunRecord, recoveries: Sequence[RecoverySample] = ()) -> R
     """The result of one run, its recoveries and its verdict."""
     table = _pairs()
     for label, value in _result_rows(record):
+        table.add_row(label, value)
+    for label, value in _fidelity_rows(record):
         table.add_row(label, value)
     for number, recovery in enumerate(recoveries, 1):
         table.add_row(f"recovery {number}", _recovery(recovery))
@@ -73,6 +78,32 @@ def _result_rows(record: RunRecord) -> list[tuple[str, str]]:
         ("throughput", f"{_figure(s['tokens_per_s'], ',.0f')} tokens/s"),
         ("final loss", _figure(s["final_loss"], ".6g")),
     ]
+
+
+def _fidelity_rows(record: RunRecord) -> list[tuple[str, str]]:
+    """How faithful the scale model was; none for a live run."""
+    s, cluster = record.summary, record.config.cluster
+    if record.config.emulation is None or s["paced_ops"] is None:
+        return []
+    low_class = " with a low class" if cluster.qos else ""
+    return [
+        ("rho", f"{s['rho']:.3g} (checkpoint transfer / computing)"),
+        ("links", f"{cluster.links}{low_class}, {_links(s)}"),
+        ("pacing", f"{s['paced_ops']} ops, off by p50 {_seconds(s['pace_error_s_p50'])}, "
+                   f"p99 {_seconds(s['pace_error_s_p99'])}; {s['overrun_frac']:.1%} too slow"),
+        ("CPU", f"{_percent(s['cpu_ours_frac'])} by this run, {_percent(s['cpu_others_frac'])} by others"),
+    ]  # fmt: skip
+
+
+def _links(s: Mapping[str, Any]) -> str:
+    if s["link_rate_frac_min"] is None:
+        return "not measured"
+    low, high = s["link_rate_frac_min"], s["link_rate_frac_max"]
+    return f"{low:.3f}-{high:.3f} of {format_rate(s['link_bytes_per_s'])}, round trip {_seconds(s['round_trip_s_p50'])}"
+
+
+def _percent(frac: float | None) -> str:
+    return NONE if frac is None else f"{frac:.0%}"
 
 
 def _checkpoints(s: Mapping[str, Any]) -> str:
@@ -112,6 +143,45 @@ def needs_table(scenario: Scenario, needs: Needs) -> RenderableType:
     table.add_row("store (tmpfs)", format_bytes(needs.store_bytes))
     table.add_row("host memory", f"{format_bytes(needs.host_bytes)} = processes + store")
     return Group(Text(f"{describe(scenario)} needs", style="bold"), table)
+
+
+def scale_table(scenario: Scenario) -> RenderableType:
+    """What a scale model stands for, and how its proportions compare with the target's."""
+    emulation, cluster, model = scenario.emulation, scenario.cluster, scenario.model
+    assert emulation is not None
+    here, there, target = emulation.here, emulation.there, emulation.target
+    title = Text(f"{model.name} on {cluster.nodes} nodes of {cluster.name}, as a scale model", style="bold")
+    table = _table("", "there", "here")
+    if there is None or target is None:
+        table = _table("", "there and here")
+        rows = [(label, _seconds(getattr(here, f"{key}_s"))) for key, label in PARTS.items()]
+        rows += [("link of a node", format_rate(emulation.link_bytes_per_s)), ("rho", f"{here.rho:.3g}")]
+        for row in rows:
+            table.add_row(*row)
+        return Group(title, table)
+    devices = f"{cluster.devices_per_node} x {cluster.accelerator or 'device'}"
+    tokens = emulation.tokens_per_device * cluster.devices_per_node
+    table.add_row("node", devices, f"{_count(cluster.ranks_per_node, 'rank')}, paced")
+    table.add_row("parameters", _params(total_params(target)), _params(total_params(model)))
+    table.add_row("MoE layers", str(num_moe_layers(target)), str(num_moe_layers(model)))
+    table.add_row("tokens of a node", f"{tokens:,.0f}", f"{model.tokens_per_rank * cluster.ranks_per_node:,}")
+    table.add_row("link of a node", *map(format_rate, (_link_there(cluster), emulation.link_bytes_per_s)))
+    table.add_row("time", "1 s", _seconds(emulation.time_factor))
+    table.add_row("bytes", f"{emulation.byte_factor:,.0f}", "1")
+    for key, label in PARTS.items():
+        table.add_row(label, *(_part(times, key) for times in (there, here)))
+    table.add_row("rho", f"{there.rho:.3g}", f"{here.rho:.3g}")
+    return Group(title, table)
+
+
+def _part(times: Times, key: str) -> str:
+    """One part of an iteration, and how it compares to computing, which is what must be equal there and here."""
+    seconds: Seconds = getattr(times, f"{key}_s")
+    return f"{_seconds(seconds)} ({seconds / times.compute_s:.3f})"
+
+
+def _link_there(cluster: ClusterConfig) -> BytesPerSecond:
+    return (cluster.link_bytes_per_s or 0.0) * cluster.link_efficiency
 
 
 def checks_table(checks: Sequence[Check]) -> RenderableType:

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from capricorn.errors import CapricornError, TransportError
 from capricorn.runtime.handshake import HANDSHAKE_TIMEOUT_S, Identity, welcome
 from capricorn.runtime.priority import give_way
 from capricorn.runtime.slot import Layout
 from capricorn.runtime.store import NodeStore
-from capricorn.runtime.transport import receive_copy
+from capricorn.runtime.transport import receive_copy, send_block
 from capricorn.runtime.wire import FRAME_BYTES, MANIFEST_LIMIT, Frame, Kind, receive, send, set_deadline, shut
+from capricorn.system import PacedRoute
 from capricorn.units import Seconds
 
 
@@ -23,10 +24,19 @@ class ReplicaHost:
     """Listens on this node's own interface; one thread accepts and one serves each connection."""
 
     def __init__(
-        self, me: Identity, rank: int, address: str, store: NodeStore, *, timeout_s: Seconds, gives_way: bool
+        self,
+        me: Identity,
+        rank: int,
+        address: str,
+        store: NodeStore,
+        *,
+        timeout_s: Seconds,
+        gives_way: bool,
+        routes: Mapping[int, PacedRoute] | None = None,
     ) -> None:
+        """`routes` by owner: the way there over modelled links, for copies that go back."""
         self._me, self._rank, self._store, self._timeout_s = me, rank, store, timeout_s
-        self._gives_way = gives_way
+        self._gives_way, self._routes = gives_way, routes or {}
         self._layouts: dict[int, Layout] = {}
         self._served: dict[int, tuple[socket.socket, threading.Thread]] = {}
         self._pending: dict[socket.socket, threading.Thread] = {}
@@ -80,7 +90,7 @@ class ReplicaHost:
             owner = welcome(sock, self._me, self._rank, self._layouts)
             self._take_over(owner, sock)
             set_deadline(sock, self._timeout_s)
-            _Session(sock, self._store, owner, self._layouts[owner], self._me.attempt).run()
+            _Session(sock, self._store, owner, self._layouts[owner], self._me.attempt, self._routes.get(owner)).run()
         except (CapricornError, OSError):
             # The owner sees its link end, counts the save as failed and says so; a stranger just ends.
             return
@@ -103,8 +113,17 @@ class ReplicaHost:
 class _Session:
     """What one owner says on one connection, acted upon."""
 
-    def __init__(self, sock: socket.socket, store: NodeStore, owner: int, layout: Layout, attempt: int) -> None:
-        self._sock, self._store, self._owner, self._layout, self._attempt = sock, store, owner, layout, attempt
+    def __init__(
+        self,
+        sock: socket.socket,
+        store: NodeStore,
+        owner: int,
+        layout: Layout,
+        attempt: int,
+        route: PacedRoute | None,
+    ) -> None:
+        self._sock, self._store, self._owner, self._layout = sock, store, owner, layout
+        self._attempt, self._route = attempt, route
 
     def run(self) -> None:
         """Serves until the owner closes the connection.
@@ -157,5 +176,6 @@ class _Session:
             return
         for index in range(self._layout.num_blocks):
             payload = slot.payload[self._layout.block(index)]
-            send(self._sock, Frame(Kind.BLOCK, frame.iteration, index, len(payload), slot.table[index]).pack(), payload)
+            block = Frame(Kind.BLOCK, frame.iteration, index, len(payload), slot.table[index])
+            send_block(self._sock, block, payload, self._route, low=False)
         send(self._sock, Frame(Kind.COMMIT, frame.iteration).pack())

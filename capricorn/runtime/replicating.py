@@ -62,7 +62,9 @@ class ReplicatingSystem(CheckpointSystem):
             store.host(owner, layouts[owner])
         me = Identity(job.run_id, job.attempt, share_secret(job.control_group))
         deadline_s, gives_way = self._timeout_s, job.config.give_way
-        self._host = ReplicaHost(me, job.rank, job.address, store, timeout_s=deadline_s, gives_way=gives_way)
+        self._host = ReplicaHost(
+            me, job.rank, job.address, store, timeout_s=deadline_s, gives_way=gives_way, routes=job.routes
+        )
         self._host.start({owner: layouts[owner] for owner in owners})
         addresses = gather_addresses(job.control_group, self._host.address)
         self._connect(me, {host: addresses[host] for host in hosts})
@@ -182,6 +184,7 @@ class ReplicatingSystem(CheckpointSystem):
                 timeout_s=self._timeout_s,
                 low_class=config.low_class,
                 send_buffer_bytes=config.send_buffer_bytes,
+                route=self._job.routes.get(host),
             )
             link.connect(manifest)
             self._links.append(link)

@@ -18,13 +18,13 @@ from typing import Any, Final, Self
 
 from pydantic import ValidationError
 
-from capricorn.config import Frozen
 from capricorn.errors import ConfigError, StoreError
 from capricorn.runtime.slot import COMPLETE, Layout, Slot, read_header
 from capricorn.sizing import NUM_SLOTS
 from capricorn.system import Copy
 from capricorn.topology import Topology
 from capricorn.units import Bytes
+from capricorn.values import Frozen
 
 RUN_PREFIX: Final = "capricorn-"
 _FORMAT = 1

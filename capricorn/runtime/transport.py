@@ -24,6 +24,7 @@ from capricorn.runtime.wire import (
     set_deadline,
     shut,
 )
+from capricorn.system import PacedRoute
 from capricorn.units import Bytes, Seconds
 
 
@@ -40,8 +41,10 @@ class ReplicaLink:
         timeout_s: Seconds,
         low_class: bool,
         send_buffer_bytes: Bytes,
+        route: PacedRoute | None = None,
     ) -> None:
-        self.host = host
+        """`route` is the way to the host over modelled links, if they are modelled."""
+        self.host, self._route = host, route
         self.sent_bytes: Bytes = 0
         self._me, self._owner, self._address = me, owner, address
         self._timeout_s, self._low_class, self._send_buffer_bytes = timeout_s, low_class, send_buffer_bytes
@@ -65,7 +68,9 @@ class ReplicaLink:
 
     def send_block(self, iteration: int, index: int, payload: memoryview, check: int) -> None:
         """Sends one block; returns when the kernel has taken it, which is not yet delivery."""
-        self._send(Frame(Kind.BLOCK, iteration, index, len(payload), check), payload)
+        frame = Frame(Kind.BLOCK, iteration, index, len(payload), check)
+        with self._blame() as sock:
+            send_block(sock, frame, payload, self._route, low=self._low_class)
         self.sent_bytes += len(payload)
 
     def commit(self, iteration: int) -> None:
@@ -115,9 +120,9 @@ class ReplicaLink:
             raise TransportError(f"rank {self._owner} cannot link to rank {self.host} at {where}: {error}") from None
         self._sock = sock
 
-    def _send(self, frame: Frame, *payload: memoryview) -> None:
+    def _send(self, frame: Frame) -> None:
         with self._blame() as sock:
-            send(sock, frame.pack(), *payload)
+            send(sock, frame.pack())
 
     def _receive(self) -> Frame:
         with self._blame() as sock:
@@ -133,6 +138,20 @@ class ReplicaLink:
         except TransportError as error:
             self.close()
             raise TransportError(f"rank {self._owner}, replica on rank {self.host}: {error}") from None
+
+
+def send_block(sock: socket.socket, frame: Frame, payload: memoryview, route: PacedRoute | None, *, low: bool) -> None:
+    """Sends a frame and its payload, through the modelled links if there are any.
+
+    Raises:
+        TransportError: the connection ended or the deadline passed first.
+    """
+    if route is None:
+        send(sock, frame.pack(), payload)
+        return
+    send(sock, frame.pack())
+    for piece in route.pieces(payload, low=low):
+        send(sock, piece)
 
 
 def receive_copy(sock: socket.socket, iteration: int, slot: Slot) -> bool:

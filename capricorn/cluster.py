@@ -1,0 +1,126 @@
+"""The cluster a run stands for: failure domains on this machine, and what a scale model of a real cluster is made from.
+
+Pure values; how the scale is computed is in `scale`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from capricorn.units import BytesPerSecond, Seconds
+from capricorn.values import ByteRate, Frozen, require
+
+Device = Literal["auto", "cpu", "cuda"]
+LOCAL = "local"
+
+DEVICES: dict[str, float] = {"v100": 125e12, "rtx3090": 71e12, "a100": 312e12, "h100": 989e12}
+"""Peak of dense half-precision matrix products with fp32 sums, in flop/s. Source: NVIDIA's data sheets."""
+
+STORAGES: dict[str, tuple[BytesPerSecond, BytesPerSecond | None]] = {
+    "shared-20g": (2.5e9, 2.5e9),
+    "nvme-gen3": (2.5e9, None),
+    "nvme-gen4": (6e9, None),
+    "nvme-gen4-x4": (24e9, None),
+}
+"""Bytes a second of one node and of all nodes together (None: each has its own). `shared-20g` is the file system of
+20 Gb/s beside the p3dn and p4d clusters of Gemini, SOSP'23; the others are local drives, one or four striped."""
+
+
+class ClusterConfig(Frozen):
+    """Failure domains, and the cluster they are a scale model of.
+
+    `local` runs the nodes as process groups on this machine, one torchrun agent each, with nothing modelled. Any other
+    name is an emulation: either of a cluster described by its hardware (`accelerator`, `link_bytes_per_s`), for which
+    model, bytes and rates are scaled down, or of a measured one (`attention_s`, `expert_s`, `rate_bytes_per_s`), for
+    which the model runs as it is.
+    """
+
+    name: str = LOCAL
+    nodes: int = Field(default=2, gt=0)
+    ranks_per_node: int = Field(default=1, gt=0)
+    device: Device = "auto"
+
+    accelerator: str = Field(default="", description="v100, rtx3090, a100 or h100")
+    flops_per_s: float | None = Field(default=None, gt=0, description="peak of one device, instead of `accelerator`")
+    devices_per_node: int = Field(default=1, gt=0)
+    mfu: float = Field(default=0.4, gt=0, le=1, description="part of the peak that training reaches")
+    link_bytes_per_s: ByteRate | None = Field(default=None, gt=0, description="line rate of a node, each direction")
+    link_efficiency: float = Field(default=0.6, gt=0, le=1, description="part of the line rate that transfers reach")
+    storage: str = Field(default="", description="shared-20g, nvme-gen3, nvme-gen4 or nvme-gen4-x4")
+    storage_node_bytes_per_s: ByteRate | None = Field(default=None, gt=0, description="instead of `storage`")
+    storage_total_bytes_per_s: ByteRate | None = Field(default=None, gt=0, description="of all nodes together")
+
+    rho: float | None = Field(
+        default=None, gt=0, description="checkpoint transfer time / idle span time; sets the tokens of an iteration"
+    )
+    rate_bytes_per_s: ByteRate = Field(default=12.5e6, gt=0, description="of a node's link here, each direction")
+    iteration_s: float = Field(default=2.0, gt=0, description="length of an iteration here, without reduce and update")
+    moe_layers: int = Field(default=4, gt=0, description="MoE layers of the scale model")
+    qos: bool = Field(default=False, description="links have a low class below all other traffic (DSCP CS1)")
+    links: Literal["auto", "namespaces", "user-namespaces", "paced"] = "auto"
+
+    attention_s: float | None = Field(default=None, gt=0, description="measured, forward; backward takes twice as long")
+    expert_s: float | None = Field(default=None, gt=0, description="measured, forward, at a rank's mean load")
+    head_s: float = Field(default=0.0, ge=0, description="measured, forward")
+
+    @property
+    def is_emulated(self) -> bool:
+        return self.name != LOCAL
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the durations of ops are given instead of computed from hardware."""
+        return self.attention_s is not None and self.expert_s is not None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not self.is_emulated:
+            foreign = self.model_fields_set - {"name", "nodes", "ranks_per_node", "device"}
+            differing = [key for key in sorted(foreign) if getattr(self, key) != type(self).model_fields[key].default]
+            require(not differing, f"cluster.{(differing or [''])[0]} means nothing on --cluster local; name a cluster")
+            return self
+        require(self.nodes > 1, f"--cluster {self.name} emulates a network: it needs --nodes 2 or more")
+        require(self.device != "cuda", f"--cluster {self.name} paces computing on the CPU: use --device cpu")
+        has_flops = bool(self.accelerator) or self.flops_per_s is not None
+        is_described = has_flops and self.link_bytes_per_s is not None
+        require(
+            self.is_measured or is_described,
+            f"cluster {self.name} needs accelerator and link_bytes_per_s, or attention_s and expert_s",
+        )
+        require(
+            not self.is_measured or self.rho is None,
+            f"cluster {self.name} gives measured durations, so rho follows from them and cannot be set",
+        )
+        return self
+
+
+class Pace(Frozen):
+    """Modelled duration of each compute op of the scale model, forward; backward takes twice as long."""
+
+    attention_s: Seconds
+    gate_s: Seconds
+    expert_s_per_row: Seconds
+    """Of an MoE layer's experts, per row that this rank's experts receive."""
+    shared_s: Seconds
+    """Of an MoE layer's shared experts, whatever is routed."""
+    dense_s: Seconds
+    """Of the feed-forward block of a layer that is not MoE."""
+    head_s: Seconds
+
+
+class Times(Frozen):
+    """Seconds of one iteration on one node, at balanced expert loads."""
+
+    compute_s: Seconds
+    all_to_all_s: Seconds
+    reduce_s: Seconds
+    """All-reduce of the gradients of what every rank holds, in fp32."""
+    checkpoint_s: Seconds
+    """Transfer of the node's state to its peers, alone on the link."""
+
+    @property
+    def rho(self) -> float:
+        """Checkpoint transfer time / idle span time: computing is when the link is idle."""
+        return self.checkpoint_s / self.compute_s

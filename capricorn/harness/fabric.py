@@ -1,0 +1,139 @@
+"""A network of emulated nodes in the kernel: a namespace per node, a switch between them, links of a given rate.
+
+The launcher's side: holds the descriptors that keep it alive. Knows no torch and not what runs on the nodes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Final
+
+from capricorn.errors import CapricornError
+from capricorn.harness.shaping import INTERFACE, node_address
+from capricorn.units import BytesPerSecond, Seconds
+
+BUILD_TIMEOUT_S: Seconds = 10.0
+BUILT: Final = b"built"
+_MAX_FDS: Final = 253
+"""The most descriptors that one message can carry."""
+
+
+class FabricError(CapricornError):
+    """A network between emulated nodes that cannot be made or does not carry what is sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How many nodes, and what links them to the switch: the rate in each direction, and whether it has a low class."""
+
+    num_nodes: int
+    bytes_per_s: BytesPerSecond
+    qos: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """How a process gets into a place of the network; by default it stays where the launcher is.
+
+    A command is `[*prefix, MODULE, *ARGS]`, started with `pass_fds`.
+    """
+
+    prefix: tuple[str, ...] = (sys.executable, "-m")
+    pass_fds: tuple[int, ...] = ()
+
+
+class Fabric:
+    """A switch with nodes around it, each reachable by the others and by nothing else.
+
+    Lives as long as it is not closed or a process is in it; the kernel frees it then, however the launcher ended.
+    """
+
+    interface: Final = INTERFACE
+
+    def __init__(self, shape: Shape, fds: Sequence[int]) -> None:
+        """Takes over the descriptors that the builder sent."""
+        self.listener = socket.socket(fileno=fds[-1])
+        """Listens at the switch, where any node reaches it whichever node is lost."""
+        self.rendezvous_address: tuple[str, int] = self.listener.getsockname()
+        self._fds = list(fds[:-1])
+        self._user = tuple(fds[: -shape.num_nodes - 2])
+        self._switch = fds[-shape.num_nodes - 2]
+        self._nodes = fds[-shape.num_nodes - 1 : -1]
+
+    @classmethod
+    def build(cls, shape: Shape, *, unprivileged: bool = False) -> Fabric:
+        """The network of that shape; `unprivileged` within a user namespace, which takes no rights where it is allowed.
+
+        Raises:
+            FabricError: this machine does not allow it or lacks something; nothing is left of it.
+        """
+        request = json.dumps({"shape": asdict(shape), "unprivileged": unprivileged})
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours, theirs:
+            builder = subprocess.Popen(
+                [sys.executable, "-m", "capricorn.harness.builder", str(theirs.fileno()), request],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+            theirs.close()
+            try:
+                fds = _receive(ours, num_fds=unprivileged + 1 + shape.num_nodes + 1)
+            except FabricError as error:
+                advice = "--set cluster.links=paced needs no such network"
+                raise FabricError(f"cannot set up a network of {shape.num_nodes} nodes: {error}; {advice}") from None
+            finally:
+                # It has sent all it will, or must stop now, together with the tool it waits for.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(builder.pid, signal.SIGKILL)
+                builder.wait()
+        return cls(shape, fds)
+
+    def address(self, node: int) -> str:
+        return node_address(node)
+
+    def enter_node(self, node: int) -> Entry:
+        return self._entry(self._nodes[node])
+
+    def enter_switch(self) -> Entry:
+        return self._entry(self._switch)
+
+    def close(self) -> None:
+        """Lets go of the network: no process can enter any more, and it goes when the last one within has ended."""
+        self.listener.close()
+        while self._fds:
+            os.close(self._fds.pop())
+
+    def _entry(self, net: int) -> Entry:
+        fds = (*self._user, net)
+        return Entry((sys.executable, "-m", "capricorn.harness.inside", ",".join(map(str, fds))), fds)
+
+
+def _receive(channel: socket.socket, num_fds: int) -> list[int]:
+    """The descriptors that the builder sends, none of them inheritable.
+
+    Raises:
+        FabricError: it sent the reason why there are none, or nothing in time.
+    """
+    channel.settimeout(BUILD_TIMEOUT_S)
+    try:
+        message, fds, _, _ = socket.recv_fds(channel, 4096, _MAX_FDS)
+    except TimeoutError:
+        raise FabricError(f"not done within {BUILD_TIMEOUT_S:g} s") from None
+    for fd in fds:
+        os.set_inheritable(fd, False)
+    if len(fds) == num_fds:
+        return fds
+    for fd in fds:
+        os.close(fd)
+    if message == BUILT:
+        raise FabricError("too few free descriptors, raise ulimit -n")
+    raise FabricError(message.decode() or "its builder ended without a word")

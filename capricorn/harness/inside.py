@@ -1,0 +1,28 @@
+"""Runs a module within namespaces: `python -m capricorn.harness.inside FD[,FD...] MODULE ARGS...`.
+
+Must import little and start no thread: a process with threads cannot enter a user namespace.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+from capricorn.harness.namespaces import enter
+from capricorn.harness.process import die_with_parent
+
+
+def main() -> None:
+    """Enters the namespaces with these descriptors in this order and becomes the module, tied to the parent's life."""
+    for fd in map(int, sys.argv[1].split(",")):
+        enter(fd)
+        os.close(fd)
+    # Not before: entering a user namespace undoes it.
+    die_with_parent()
+    sys.argv = sys.argv[2:]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""How the ranks of a group exchange rows and sums: over the real network, and through paced links where they are
+modelled in user space. Knows no model and no checkpoint.
+
+Shapes: N rows sent, M rows received, D width of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from capricorn.runtime.route import Route
+from capricorn.units import Bytes
+
+
+class Network:
+    """One group of ranks, as one of its members sees it."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None, routes: Mapping[int, Route] | None = None) -> None:
+        """Without a group there is one rank. `routes` by rank: the paced way to ranks on other nodes."""
+        self.group, self._routes = group, dict(routes or {})
+        is_alone = group is None
+        self.rank, self.size = (0, 1) if is_alone else (dist.get_rank(group), dist.get_world_size(group))
+        self._threads = ThreadPoolExecutor(len(self._routes), "capricorn-pace") if self._routes else None
+
+    def all_to_all(self, rows_MD: Tensor, rows_ND: Tensor, receive: Sequence[int], send: Sequence[int]) -> None:
+        """Fills `rows_MD` with the rows that each rank sends here, by sender; collective.
+
+        On the CPU all receives are posted before the first send, which brings gloo from about 75 % of a link's rate to
+        over 90 %.
+        """
+        if rows_ND.device.type != "cpu":
+            dist.all_to_all_single(rows_MD, rows_ND, list(receive), list(send), group=self.group)
+            return
+        parts_in, parts_out = torch.split(rows_MD, list(receive)), torch.split(rows_ND, list(send))
+        parts_in[self.rank].copy_(parts_out[self.rank])
+        others = [(self.rank + step) % self.size for step in range(1, self.size)]
+        sizes = {rank: parts_out[rank].nbytes for rank in others}
+        works = [dist.irecv(parts_in[rank], group=self.group, group_src=rank) for rank in others if receive[rank]]
+        works += [
+            dist.isend(parts_out[rank], group=self.group, group_dst=rank) for rank in self._paced(sizes) if send[rank]
+        ]
+        for work in works:
+            if work is not None:
+                work.wait()
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sums a tensor over the ranks in place; collective."""
+        self._pace_ring(2 * tensor.nbytes * (self.size - 1) // self.size)
+        dist.all_reduce(tensor, group=self.group)
+
+    def pace_broadcasts(self, num_bytes: Bytes) -> None:
+        """Waits as long as it takes that all ranks together give `num_bytes` to every rank.
+
+        For traffic that other libraries send; without paced links it returns at once.
+        """
+        self._pace_ring(num_bytes * (self.size - 1) // self.size)
+
+    def _pace_ring(self, num_bytes: Bytes) -> None:
+        neighbour = self._routes.get((self.rank + 1) % self.size)
+        if neighbour is not None:
+            neighbour.pass_through(num_bytes)
+
+    def _paced(self, sizes: Mapping[int, Bytes]) -> Iterator[int]:
+        """The ranks, each once what it is sent would have left; those on this node at once."""
+        waits = {}
+        for rank, num_bytes in sizes.items():
+            if rank in self._routes and self._threads is not None and num_bytes:
+                waits[rank] = self._threads.submit(self._routes[rank].pass_through, num_bytes)
+            else:
+                yield rank
+        for rank, wait in waits.items():
+            wait.result()
+            yield rank

@@ -1,0 +1,101 @@
+"""The scripts for ip and tc that make a switch, nodes around it, and links of a rate. Pure text; runs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from capricorn.units import KIB, Bytes, BytesPerSecond, Seconds
+
+INTERFACE: Final = "eth0"
+BRIDGE: Final = "br0"
+SWITCH_ADDRESS: Final = "10.77.0.99"
+
+_SUBNET: Final = "10.77.0.0/24"
+_MTU: Final = 9000
+_MIN_BURST_BYTES: Final = 80 * KIB
+"""A packet of 64 KiB goes through in one piece; with less the kernel cuts it up, at several times the CPU time."""
+_BURST_S: Seconds = 0.001
+_QUEUE_S: Seconds = 0.5
+"""So long that nothing is dropped: senders are slowed by their window, not by loss."""
+_WINDOW_PACKETS: Final = 100
+"""Where a connection starts, also after a pause. From TCP's own 10 one that joins another on a full link would stay at
+a third of its share or less: the kernel lets each queue two packets, and makes them as small as the window is.
+"""
+_LOW_FRAC: Final = 0.01
+"""The guarantee of the low class, so that its connections never starve to death."""
+
+
+def node_address(node: int) -> str:
+    """A node's address at the switch; torchrun sorts nodes by it as text, so all have three digits at the end."""
+    return f"10.77.0.{100 + node}"
+
+
+def port(node: int) -> str:
+    """The switch's end of a node's link."""
+    return f"p{node}"
+
+
+def burst(bytes_per_s: BytesPerSecond) -> Bytes:
+    """What one end of an idle link lets through at once."""
+    return max(_MIN_BURST_BYTES, round(_BURST_S * bytes_per_s))
+
+
+def switch_links(node_fds: Sequence[int]) -> str:
+    """For ip, within the switch: the bridge, and a link into each node, whose namespace has that descriptor."""
+    lines = [
+        "link set lo up",
+        f"link add {BRIDGE} mtu {_MTU} type bridge stp_state 0 mcast_snooping 0",
+        f"address add {SWITCH_ADDRESS}/24 dev {BRIDGE}",
+        f"link set {BRIDGE} up",
+    ]
+    for node, fd in enumerate(node_fds):
+        peer = f"peer name {INTERFACE} mtu {_MTU} netns /proc/self/fd/{fd}"
+        lines += [
+            f"link add {port(node)} mtu {_MTU} type veth {peer}",
+            f"link set {port(node)} master {BRIDGE} up",
+        ]
+    return _script(lines)
+
+
+def node_links(node: int) -> str:
+    """For ip, within a node: its address and its end of the link, which the switch has made."""
+    window = f"initcwnd {_WINDOW_PACKETS} initrwnd {_WINDOW_PACKETS}"
+    return _script(
+        [
+            "link set lo up",
+            f"address add {node_address(node)}/24 dev {INTERFACE}",
+            f"link set {INTERFACE} up",
+            f"route replace {_SUBNET} dev {INTERFACE} src {node_address(node)} {window}",
+        ]
+    )
+
+
+def shaping(device: str, bytes_per_s: BytesPerSecond, *, qos: bool) -> str:
+    """For tc: what leaves by `device` leaves at this rate, in order; with `qos` what is marked DSCP CS1 goes last."""
+    rate = round(8 * bytes_per_s)
+    low = round(_LOW_FRAC * rate) if qos else 0
+    bucket = f"burst {burst(bytes_per_s)} cburst {burst(bytes_per_s)} quantum 65536"
+    queue = f"bfifo limit {round(_QUEUE_S * bytes_per_s) + 2 * burst(bytes_per_s)}"
+
+    def leaf(minor: int, guarantee: int, prio: int) -> list[str]:
+        limits = f"rate {guarantee}bit ceil {rate}bit prio {prio} {bucket}"
+        return [
+            f"class add dev {device} parent 1:1 classid 1:{minor} htb {limits}",
+            f"qdisc add dev {device} parent 1:{minor} handle {minor}: {queue}",
+        ]
+
+    lines = [
+        f"qdisc add dev {device} root handle 1: htb default 10",
+        f"class add dev {device} parent 1: classid 1:1 htb rate {rate}bit ceil {rate}bit {bucket}",
+        # The guarantees add up to the rate: a class within its own is not held back by what the link has sent.
+        *leaf(10, rate - low, 0),
+    ]
+    if qos:
+        match = "protocol ip prio 1 u32 match ip tos 0x20 0xfc"
+        lines += [*leaf(20, low, 7), f"filter add dev {device} parent 1: {match} flowid 1:20"]
+    return _script(lines)
+
+
+def _script(lines: Sequence[str]) -> str:
+    return "".join(f"{line}\n" for line in lines)

@@ -1,0 +1,75 @@
+"""How faithful an emulation was, computed from its raw samples."""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from capricorn.config import Scenario
+from capricorn.records import CPU, LINKS, PACE, CpuSample, LinkSample, PaceSample, read_samples
+from capricorn.units import Seconds
+
+MAX_OVERRUN_FRAC = 0.05
+"""Of the paced ops, those that took longer than their model, beyond which a run stands for nothing."""
+
+Fidelity: TypeAlias = dict[str, Any]
+
+
+def fidelity(run_dir: Path, scenario: Scenario, num_cpus: int) -> Fidelity:
+    """CPU by whom; of an emulation also links against their rate and paced ops against their durations."""
+    emulation = scenario.emulation
+    cpu = _cpu(list(read_samples(run_dir / CPU, CpuSample)), num_cpus)
+    if emulation is None:
+        return cpu
+    links = list(read_samples(run_dir / LINKS, LinkSample))
+    rates = [link.bytes_per_s / emulation.link_bytes_per_s for link in links]
+    return {
+        "rho": emulation.rho,
+        "link_bytes_per_s": emulation.link_bytes_per_s,
+        "link_rate_frac_min": min(rates, default=None),
+        "link_rate_frac_max": max(rates, default=None),
+        "round_trip_s_p50": _percentile([link.round_trip_s for link in links], 50),
+        **_pacing(list(read_samples(run_dir / PACE, PaceSample)), scenario.train.warmup),
+        **cpu,
+    }
+
+
+def fidelity_faults(figures: Fidelity) -> list[str]:
+    """In what way an emulation does not stand for what it models."""
+    frac = figures.get("overrun_frac")
+    if frac is None or frac <= MAX_OVERRUN_FRAC:
+        return []
+    return [
+        f"invalid: {frac:.1%} of the paced ops took longer than their model, more than {MAX_OVERRUN_FRAC:.0%}; "
+        "set cluster.iteration_s higher or free the CPU"
+    ]
+
+
+def _pacing(samples: list[PaceSample], warmup: int) -> Fidelity:
+    measured = [sample for sample in samples if sample.iteration > warmup]
+    errors_s = list(chain.from_iterable(sample.errors_s for sample in measured))
+    overruns_s = list(chain.from_iterable(sample.overruns_s.values() for sample in measured))
+    num_ops = len(errors_s) + len(overruns_s)
+    return {
+        "paced_ops": num_ops,
+        "pace_error_s_p50": _percentile(errors_s, 50),
+        "pace_error_s_p99": _percentile(errors_s, 99),
+        "overrun_frac": len(overruns_s) / num_ops if num_ops else None,
+        "overrun_s_p50": _percentile(overruns_s, 50),
+    }
+
+
+def _cpu(samples: list[CpuSample], num_cpus: int) -> Fidelity:
+    capacity_s = sum(sample.duration_s for sample in samples) * num_cpus
+    ours_s, others_s = (sum(getattr(sample, key) for sample in samples) for key in ("ours_s", "others_s"))
+    return {
+        "cpu_ours_frac": ours_s / capacity_s if capacity_s else None,
+        "cpu_others_frac": others_s / capacity_s if capacity_s else None,
+    }
+
+
+def _percentile(values: list[Seconds], percent: int) -> float | None:
+    return float(np.percentile(values, percent)) if values else None
