@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torchsnapshot.io_types import ReadIO, WriteIO
 from torchsnapshot.storage_plugins.fs import FSStoragePlugin
 
+from capricorn.emulation.storage import Storage
 from capricorn.errors import ConfigError
-from capricorn.runtime.storage import Storage
 from capricorn.units import Bytes
 
 PROTOCOL: Final = "paced"

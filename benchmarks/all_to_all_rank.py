@@ -17,9 +17,9 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from capricorn.emulation.route import Links, Route
 from capricorn.harness.network import Network
-from capricorn.harness.process import die_with_parent
-from capricorn.runtime.route import Links, Route
+from capricorn.process import die_with_parent
 from capricorn.runtime.wire import LOW_CLASS_TOS
 from capricorn.units import KIB
 

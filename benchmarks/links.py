@@ -9,10 +9,10 @@ import tempfile
 from pathlib import Path
 
 from capricorn.cluster import ClusterConfig
+from capricorn.emulation.ground import NAMESPACES, PACED, lay_ground
+from capricorn.emulation.measure import measure_links
+from capricorn.emulation.route import Links
 from capricorn.errors import ConfigError
-from capricorn.harness.ground import NAMESPACES, PACED, lay_ground
-from capricorn.harness.measure import measure_links
-from capricorn.runtime.route import Links
 from capricorn.units import format_seconds
 
 NODES, RATE = 4, 25e6

@@ -150,8 +150,8 @@ def _given(**options: int | None) -> dict[str, int]:
 
 def _checked(scenario: Scenario) -> Scenario:
     """The scenario with its device resolved, once the names that no model checks are found to be known."""
-    from capricorn.harness.given import given_shares
     from capricorn.harness.machine import resolve_device
+    from capricorn.loads.given import given_shares
 
     check_system(scenario.system.name)
     # Also reads a trace of loads, so that its faults are told before anything starts.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from capricorn.harness.fabric import Entry, Fabric, Shape
+from capricorn.emulation.fabric import Entry, Fabric, Shape
 
 ROOT = Path(__file__).parent.parent
 DEADLINE_S = 30.0

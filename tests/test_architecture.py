@@ -13,13 +13,14 @@ FOLDERS = {"capricorn": "capricorn", "baselines": "capricorn.baselines", "cli": 
 
 LAYERS = (
     {"units", "errors"},
-    {"hooks", "topology"},
+    {"hooks", "topology", "process"},
     {"values"},
     {"presets", "cluster", "config", "resolve", "sizing", "workload", "scale", "profile", "records"},
     {"planner"},
     {"system"},
     {"registry"},
-    {"runtime"},
+    {"runtime", "loads"},
+    {"emulation"},
     {"harness", "baselines", "report"},
     {"cli"},
 )

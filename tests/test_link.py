@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from capricorn.emulation.link import BURST_S, Link
+from capricorn.emulation.route import QUANTUM_BYTES, Links, Route
 from capricorn.errors import TransportError
-from capricorn.runtime.link import BURST_S, Link
-from capricorn.runtime.route import QUANTUM_BYTES, Links, Route
 from tests.mounts import tmpfs
 from tests.virtual import VirtualTime
 
@@ -27,7 +27,7 @@ QUANTUM_S = QUANTUM_BYTES / RATE
 HOLD_LOCK = """
 import sys, time
 from pathlib import Path
-from capricorn.runtime.link import Link
+from capricorn.emulation.link import Link
 
 def hang():
     print("locked", flush=True)
@@ -38,7 +38,7 @@ Link(Path(sys.argv[1]), clock=hang).reserve(1)
 BOOK = """
 import sys
 from pathlib import Path
-from capricorn.runtime.link import Link
+from capricorn.emulation.link import Link
 
 link = Link(Path(sys.argv[1]))
 for _ in range(int(sys.argv[2])):

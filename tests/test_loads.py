@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capricorn.errors import ConfigError
-from capricorn.harness import loads
-from capricorn.harness.loads import Loads
-from capricorn.harness.shares import Shares, cap_shares, trace_shares
-from capricorn.harness.synthetic import PHASES, synthetic_shares
+from capricorn.loads import deal as loads
+from capricorn.loads.deal import Loads
+from capricorn.loads.synthetic import PHASES, synthetic_shares
+from capricorn.loads.trace import Shares, cap_shares, trace_shares
 
 TRACE = Path(__file__).parents[2] / "shared/data/moe_load_trace.npz"
 

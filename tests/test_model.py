@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from capricorn.config import ModelConfig, TrainConfig
 from capricorn.harness.model import build_model
-from capricorn.harness.network import Network
 from capricorn.harness.moe import expert_ids_of, expert_key
+from capricorn.harness.network import Network
 from capricorn.harness.ops import all_to_all
 from capricorn.harness.optim import Optimizer
 from capricorn.hooks import NO_LAYER, OpKey, TrainerHook

@@ -8,17 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from capricorn.harness import measure
-from capricorn.harness.address import loopback_address
-from capricorn.harness.fabric import Entry, FabricError, Shape
-from capricorn.harness.measure import LinkFigures, measure_links
-from capricorn.harness.probe import NUM_PINGS, PING_BYTES
-from capricorn.runtime.link import Link
-from capricorn.runtime.route import Links
+from capricorn.emulation import measure
+from capricorn.emulation.fabric import Entry, FabricError, Shape
+from capricorn.emulation.ground import loopback_address
+from capricorn.emulation.link import Link
+from capricorn.emulation.measure import measure_links
+from capricorn.emulation.probe import NUM_PINGS, PING_BYTES
+from capricorn.emulation.route import Links
+from capricorn.records import LinkSample
 from tests.namespaces import fabric
 
 
-def check(figures: list[LinkFigures], num_nodes: int) -> None:
+def check(figures: list[LinkSample], num_nodes: int) -> None:
     """That there are figures of the whole ring."""
     assert [(link.source, link.target) for link in figures] == [(k, (k + 1) % num_nodes) for k in range(num_nodes)]
     assert all(link.bytes_per_s > 0 and link.round_trip_s > 0 for link in figures)
@@ -61,6 +62,6 @@ def test_a_probe_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_probe_needs_nothing_heavy() -> None:
-    code = "import capricorn.harness.probe, capricorn.runtime.route, sys; print(*sys.modules)"
+    code = "import capricorn.emulation.probe, capricorn.emulation.route, sys; print(*sys.modules)"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert not {"torch", "numpy", "pydantic"} & set(printed.split())

@@ -13,9 +13,9 @@ import torch.distributed.checkpoint as dcp
 from capricorn.baselines.storage import PacedReader, PacedWriter, storage_options
 from torchsnapshot import Snapshot, StateDict
 
+from capricorn.emulation.link import BURST_S
+from capricorn.emulation.storage import QUANTUM_S, Storage
 from capricorn.errors import ConfigError, TransportError
-from capricorn.runtime.link import BURST_S
-from capricorn.runtime.storage import QUANTUM_S, Storage
 from tests.spawn import run_ranks
 from tests.virtual import VirtualTime
 

@@ -1,13 +1,8 @@
-"""Addresses of nodes, real and emulated."""
+"""The address by which other machines reach this one."""
 
 from __future__ import annotations
 
 import socket
-
-
-def loopback_address(node: int) -> str:
-    """An emulated node's own address; torchrun sorts nodes by it as text, so all have three digits at the end."""
-    return f"127.0.0.{100 + node}"
 
 
 def own_address(peer: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from capricorn.harness.process import die_with_parent
+from capricorn.process import die_with_parent
 
 
 def main() -> None:

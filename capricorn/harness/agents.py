@@ -10,9 +10,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from capricorn.emulation.fabric import Entry
+from capricorn.emulation.ground import Ground
 from capricorn.errors import ConfigError
-from capricorn.harness.fabric import Entry
-from capricorn.harness.ground import Ground
 from capricorn.harness.job import Job
 from capricorn.units import Seconds
 

@@ -13,16 +13,17 @@ from pathlib import Path
 from typing import Final
 
 from capricorn.config import Scenario
+from capricorn.emulation.ground import PACED, Ground, lay_ground
+from capricorn.emulation.measure import measure_links
+from capricorn.emulation.route import Links
 from capricorn.errors import CapricornError
 from capricorn.harness.agents import Agents, Rendezvous
 from capricorn.harness.cpu import CpuMeter
 from capricorn.harness.data import prepare
 from capricorn.harness.follow import Follower
-from capricorn.harness.ground import PACED, Ground, lay_ground
 from capricorn.harness.interrupts import Interrupts
 from capricorn.harness.job import FATAL, Job
 from capricorn.harness.machine import environment
-from capricorn.harness.measure import measure_links
 from capricorn.records import (
     CPU,
     EVENTS,
@@ -35,7 +36,6 @@ from capricorn.records import (
     write_run,
 )
 from capricorn.report.recoveries import write_recoveries
-from capricorn.runtime.route import Links
 from capricorn.runtime.store import NodeStore, RunLock, find_stores
 
 TICK_S: Final = 0.1

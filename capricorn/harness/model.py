@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from capricorn.config import ModelConfig
-from capricorn.harness.loads import Loads
 from capricorn.harness.moe import NORM_EPS, MoE, SwiGLU, expert_ids_of, expert_key
 from capricorn.harness.network import Network
 from capricorn.harness.ops import run_op
 from capricorn.hooks import NO_LAYER, TrainerHook
+from capricorn.loads.deal import Loads
 from capricorn.sizing import MLA_KV_RANK, MLA_Q_RANK, MLA_ROPE_DIM
 
 ROPE_BASE = 10000.0

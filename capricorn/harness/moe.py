@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
 from capricorn.config import ModelConfig
-from capricorn.harness.loads import Loads
 from capricorn.harness.network import Network
 from capricorn.harness.ops import all_to_all, permute, run_op, sort_order
 from capricorn.hooks import TrainerHook
+from capricorn.loads.deal import Loads
 from capricorn.topology import expert_split
 
 NORM_EPS = 1e-6

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from capricorn.runtime.route import Route
+from capricorn.emulation.route import Route
 from capricorn.units import Bytes
 
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from capricorn.emulation.pacer import Pacer
 from capricorn.harness.job import Job
-from capricorn.harness.pacer import Pacer
 from capricorn.harness.trainer import Measured
 from capricorn.hooks import OpKey, TrainerHook
 from capricorn.records import (

@@ -12,11 +12,11 @@ from statistics import median
 import psutil
 
 from capricorn.config import Scenario
-from capricorn.harness.ground import PACED, Ground, lay_ground
+from capricorn.emulation.ground import PACED, Ground, lay_ground
+from capricorn.emulation.measure import measure_links
+from capricorn.emulation.route import Links
 from capricorn.harness.machine import Check
-from capricorn.harness.measure import measure_links
 from capricorn.records import LinkSample
-from capricorn.runtime.route import Links
 from capricorn.units import Seconds, format_rate, format_seconds
 
 MAX_RATE_ERROR = 0.05

@@ -7,7 +7,7 @@ import signal
 import socket
 import sys
 
-from capricorn.harness.process import die_with_parent
+from capricorn.process import die_with_parent
 
 
 def main() -> None:

@@ -17,25 +17,25 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from capricorn.emulation.pacer import Pacer
+from capricorn.emulation.route import Links, Route
 from capricorn.errors import CapricornError, ConfigError, NoCompleteCheckpointError, TransportError
 from capricorn.harness.address import own_address
 from capricorn.harness.data import Batches
 from capricorn.harness.faults import FaultInjector, register_worker
-from capricorn.harness.given import given_shares
 from capricorn.harness.job import ATTEMPT, FATAL, Job
-from capricorn.harness.loads import Loads
 from capricorn.harness.model import build_model
 from capricorn.harness.network import Network
 from capricorn.harness.optim import Optimizer
-from capricorn.harness.pacer import Pacer
-from capricorn.harness.process import die_with_parent
 from capricorn.harness.recorder import Recorder, was_ever_complete
 from capricorn.harness.state import training_state
 from capricorn.harness.trainer import StallMeter, Trainer
 from capricorn.hooks import HookChain
+from capricorn.loads.deal import Loads
+from capricorn.loads.given import given_shares
+from capricorn.process import die_with_parent
 from capricorn.registry import load_system
 from capricorn.runtime.exchange import maximum, share_text
-from capricorn.runtime.route import Links, Route
 from capricorn.system import CheckpointSystem, JobContext
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Final
 
+from capricorn.emulation.shaping import INTERFACE, node_address
 from capricorn.errors import CapricornError
-from capricorn.harness.shaping import INTERFACE, node_address
 from capricorn.units import BytesPerSecond, Seconds
 
 BUILD_TIMEOUT_S: Seconds = 10.0
@@ -79,7 +79,7 @@ class Fabric:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours, theirs:
             builder = subprocess.Popen(
-                [sys.executable, "-m", "capricorn.harness.builder", str(theirs.fileno()), request],
+                [sys.executable, "-m", "capricorn.emulation.builder", str(theirs.fileno()), request],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
@@ -88,8 +88,7 @@ class Fabric:
             try:
                 fds = _receive(ours, num_fds=unprivileged + 1 + shape.num_nodes + 1)
             except FabricError as error:
-                advice = "--set cluster.links=paced needs no such network"
-                raise FabricError(f"cannot set up a network of {shape.num_nodes} nodes: {error}; {advice}") from None
+                raise FabricError(f"cannot set up a network of {shape.num_nodes} nodes: {error}") from None
             finally:
                 # It has sent all it will, or must stop now, together with the tool it waits for.
                 with contextlib.suppress(ProcessLookupError):
@@ -114,7 +113,7 @@ class Fabric:
 
     def _entry(self, net: int) -> Entry:
         fds = (*self._user, net)
-        return Entry((sys.executable, "-m", "capricorn.harness.inside", ",".join(map(str, fds))), fds)
+        return Entry((sys.executable, "-m", "capricorn.emulation.inside", ",".join(map(str, fds))), fds)
 
 
 def _receive(channel: socket.socket, num_fds: int) -> list[int]:

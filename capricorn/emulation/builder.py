@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from capricorn.harness.fabric import BUILT, FabricError, Shape
-from capricorn.harness.namespaces import enter, new_net, new_user
-from capricorn.harness.process import die_with_parent
-from capricorn.harness.shaping import INTERFACE, SWITCH_ADDRESS, node_links, port, shaping, switch_links
+from capricorn.emulation.fabric import BUILT, FabricError, Shape
+from capricorn.emulation.namespaces import enter, new_net, new_user
+from capricorn.emulation.shaping import INTERFACE, SWITCH_ADDRESS, node_links, port, shaping, switch_links
+from capricorn.process import die_with_parent
 
 BACKLOG: Final = 256
 FAIR: Final = ("cubic", "reno")
@@ -78,7 +78,7 @@ def _batch(tool: str, script: str, fds: Sequence[int] = ()) -> None:
     """
     path = shutil.which(tool) or shutil.which(tool, path="/usr/sbin:/sbin")  # often not on the path of a user
     if path is None:
-        raise FabricError(f"no {tool} found: install iproute2")
+        raise FabricError(f"no {tool} found, install iproute2")
     done = subprocess.run(
         [path, "-batch", "-"], input=script, capture_output=True, text=True, pass_fds=fds, check=False
     )

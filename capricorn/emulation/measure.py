@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from capricorn.harness.fabric import Entry, FabricError
+from capricorn.emulation.fabric import Entry, FabricError
 from capricorn.records import LinkSample
 from capricorn.units import Seconds
 
@@ -64,7 +64,7 @@ class _Peer:
         self._answers = self._channel.makefile("r", encoding="utf-8")
         with theirs:
             self._process = subprocess.Popen(
-                [*entry.prefix, "capricorn.harness.probe", *arguments],
+                [*entry.prefix, "capricorn.emulation.probe", *arguments],
                 stdin=theirs.fileno(),
                 stdout=theirs.fileno(),
                 stderr=self._errors,

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from capricorn.harness.shares import Ints, Shares, cap_shares
 from capricorn.hooks import TrainerHook
+from capricorn.loads.trace import Ints, Shares, cap_shares
 
 UNIT = 2**32  # what one expert of a token weighs: whole numbers keep the experts of a token distinct without rounding
 

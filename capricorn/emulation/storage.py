@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from capricorn.runtime.link import Link, create_links
-from capricorn.runtime.route import Route
+from capricorn.emulation.link import Link, create_links
+from capricorn.emulation.route import Route
 from capricorn.units import MIB, Bytes, BytesPerSecond, Seconds
 
 QUANTUM_BYTES: Final = MIB

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
-from capricorn.harness.process import die_with_parent
+from capricorn.process import die_with_parent
 from capricorn.units import KIB, BytesPerSecond, Seconds
 
 TIMEOUT_S: Seconds = 10.0
@@ -88,7 +88,7 @@ def _pieces(links: Path | None, source: int, target: int) -> Callable[[memoryvie
     """What yields the parts of a payload, each when it may be sent."""
     if links is not None:
         # Costs the import of what only these links need.
-        from capricorn.runtime.route import Links
+        from capricorn.emulation.route import Links
 
         if route := Links(links).route(source, target):
             return route.pieces

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, Self
 
+from capricorn.emulation.link import Link, create_links
 from capricorn.errors import TransportError
-from capricorn.runtime.link import Link, create_links
 from capricorn.units import KIB, Bytes, BytesPerSecond, Seconds
 
 QUANTUM_BYTES: Final = 64 * KIB

@@ -10,9 +10,8 @@ import sys
 from typing import Protocol
 
 from capricorn.cluster import ClusterConfig
+from capricorn.emulation.fabric import Entry, Fabric, FabricError, Shape
 from capricorn.errors import ConfigError
-from capricorn.harness.address import loopback_address
-from capricorn.harness.fabric import Entry, Fabric, FabricError, Shape
 
 NAMESPACES, USER_NAMESPACES, PACED = "namespaces", "user-namespaces", "paced"
 WAYS = (NAMESPACES, USER_NAMESPACES, PACED)
@@ -43,6 +42,11 @@ class Ground(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def loopback_address(node: int) -> str:
+    """A node's own address; torchrun sorts nodes by it as text, so all have three digits at the end."""
+    return f"127.0.0.{100 + node}"
 
 
 class Loopback:

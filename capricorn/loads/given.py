@@ -6,8 +6,8 @@ from pathlib import Path
 
 from capricorn.config import LoadsConfig, ModelConfig
 from capricorn.errors import unknown_name
-from capricorn.harness.shares import Shares, trace_shares
-from capricorn.harness.synthetic import PHASES, synthetic_shares
+from capricorn.loads.synthetic import PHASES, synthetic_shares
+from capricorn.loads.trace import Shares, trace_shares
 from capricorn.sizing import num_moe_layers
 
 ROUTER = "router"

@@ -17,10 +17,10 @@ _MIN_BURST_BYTES: Final = 80 * KIB
 """A packet of 64 KiB goes through in one piece; with less the kernel cuts it up, at several times the CPU time."""
 _BURST_S: Seconds = 0.001
 _QUEUE_S: Seconds = 0.5
-"""So long that nothing is dropped: senders are slowed by their window, not by loss."""
+"""So long that hardly anything is dropped: senders are slowed by their window, not by loss."""
 _WINDOW_PACKETS: Final = 100
-"""Where a connection starts, also after a pause. From TCP's own 10 one that joins another on a full link would stay at
-a third of its share or less: the kernel lets each queue two packets, and makes them as small as the window is.
+"""Where a connection's window starts, also after a pause. From TCP's own 10 one that joins another on a full link stays
+at a third of its share: each may queue two packets at a time, and the smaller the window the smaller they are.
 """
 _LOW_FRAC: Final = 0.01
 """The guarantee of the low class, so that its connections never starve to death."""

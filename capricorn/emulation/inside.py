@@ -1,4 +1,4 @@
-"""Runs a module within namespaces: `python -m capricorn.harness.inside FD[,FD...] MODULE ARGS...`.
+"""Runs a module within namespaces: `python -m capricorn.emulation.inside FD[,FD...] MODULE ARGS...`.
 
 Must import little and start no thread: a process with threads cannot enter a user namespace.
 """
@@ -9,8 +9,8 @@ import os
 import runpy
 import sys
 
-from capricorn.harness.namespaces import enter
-from capricorn.harness.process import die_with_parent
+from capricorn.emulation.namespaces import enter
+from capricorn.process import die_with_parent
 
 
 def main() -> None:
