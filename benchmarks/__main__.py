@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from benchmarks import checksums, hooks, links, slowdown, staging, transport
+from benchmarks import checksums, hiding, hooks, links, slowdown, staging, transport
 
 BENCHMARKS: dict[str, Callable[[], None]] = {
     "staging": staging.main,
@@ -13,6 +13,7 @@ BENCHMARKS: dict[str, Callable[[], None]] = {
     "transport": transport.main,
     "hooks": hooks.main,
     "links": links.main,
+    "hiding": hiding.main,
     "slowdown": slowdown.main,
 }
 

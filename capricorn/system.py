@@ -45,6 +45,8 @@ class JobContext:
     """Address of this node's own interface."""
     routes: Mapping[int, PacedRoute] = field(default_factory=dict)
     """By rank: the way there where links are modelled in user space; what is sent must pass through it."""
+    storage_dir: Path | None = None
+    """Clocks of a modelled storage; what is written to storage or read from it must be charged to them."""
 
 
 class ShardState(Protocol):

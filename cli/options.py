@@ -16,11 +16,14 @@ from capricorn.errors import ConfigError
 from capricorn.registry import check_system
 from capricorn.resolve import load_cluster, load_model, override, parse_ckpt
 from capricorn.scale import scale
+from capricorn.units import KIB
 from capricorn.values import build
 
 Command: TypeAlias = Callable[..., int]
 
 DEFAULT_WARMUP = 5
+SHORT_BUFFERS = {"block_bytes": 64 * KIB, "send_buffer_bytes": 16 * KIB}
+"""Of an emulated run: links are slower by orders of magnitude there, and what lies in buffers is in everybody's way."""
 DEFAULT_NODES = 2
 DEFAULT_REPLICAS = 2
 
@@ -112,6 +115,7 @@ def scenario_from(
     """
     domains = _cluster(cluster, nodes, ranks_per_node, device, nnodes)
     copies = min(DEFAULT_REPLICAS, domains.nodes) if replicas is None else replicas
+    buffers = SHORT_BUFFERS if domains.is_emulated else {}
     length = min(DEFAULT_WARMUP, iterations - 1) if warmup is None else warmup
     parts = {
         "model": load_model(model),
@@ -119,7 +123,7 @@ def scenario_from(
         "data": {"path": data},
         "cluster": domains,
         "loads": {"source": loads},
-        "system": {"name": system, "every": parse_ckpt(ckpt), "replicas": copies},
+        "system": {"name": system, "every": parse_ckpt(ckpt), "replicas": copies} | buffers,
         "store": {"keep": keep_store},
         "launch": {"nnodes": nnodes, "node_rank": node_rank, "rdzv_endpoint": rdzv_endpoint},
         "faults": tuple(map(FaultSpec.parse, faults)),

@@ -72,9 +72,13 @@ def node_links(node: int) -> str:
 
 
 def shaping(device: str, bytes_per_s: BytesPerSecond, *, qos: bool) -> str:
-    """For tc: what leaves by `device` leaves at this rate, in order; with `qos` what is marked DSCP CS1 goes last."""
+    """For tc: what leaves by `device` leaves at this rate, in order; with `qos` what is marked DSCP CS1 goes last.
+
+    Bare acknowledgements of TCP go first: on a fast link they wait microseconds behind data, and here milliseconds,
+    which would hold back every sender with a small buffer.
+    """
     rate = round(8 * bytes_per_s)
-    low = round(_LOW_FRAC * rate) if qos else 0
+    low, acks = (round(_LOW_FRAC * rate) if qos else 0), round(_LOW_FRAC * rate)
     bucket = f"burst {burst(bytes_per_s)} cburst {burst(bytes_per_s)} quantum 65536"
     queue = f"bfifo limit {round(_QUEUE_S * bytes_per_s) + 2 * burst(bytes_per_s)}"
 
@@ -89,10 +93,12 @@ def shaping(device: str, bytes_per_s: BytesPerSecond, *, qos: bool) -> str:
         f"qdisc add dev {device} root handle 1: htb default 10",
         f"class add dev {device} parent 1: classid 1:1 htb rate {rate}bit ceil {rate}bit {bucket}",
         # The guarantees add up to the rate: a class within its own is not held back by what the link has sent.
-        *leaf(10, rate - low, 0),
+        *leaf(5, acks, 0),
+        *leaf(10, rate - low - acks, 1),
+        f"filter add dev {device} parent 1: protocol ip prio 1 u32 match u16 0 0xffc0 at 2 flowid 1:5",
     ]
     if qos:
-        match = "protocol ip prio 1 u32 match ip tos 0x20 0xfc"
+        match = "protocol ip prio 2 u32 match ip tos 0x20 0xfc"
         lines += [*leaf(20, low, 7), f"filter add dev {device} parent 1: {match} flowid 1:20"]
     return _script(lines)
 

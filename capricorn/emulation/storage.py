@@ -25,15 +25,15 @@ class Storage:
 
     @classmethod
     def create(
-        cls, folder: Path, num_nodes: int, node_bytes_per_s: BytesPerSecond, total_bytes_per_s: BytesPerSecond
+        cls, folder: Path, num_nodes: int, node_bytes_per_s: BytesPerSecond, total_bytes_per_s: BytesPerSecond | None
     ) -> None:
-        """Makes the folder of the clocks; what is stored lies elsewhere.
+        """Makes the folder of the clocks; what is stored lies elsewhere. Without a total each node has its own rate.
 
         Raises:
             TransportError: it cannot be made, or is there already.
         """
         nodes = {_node_name(node): node_bytes_per_s for node in range(num_nodes)}
-        create_links(folder, {**nodes, _TOTAL: total_bytes_per_s})
+        create_links(folder, {**nodes, _TOTAL: total_bytes_per_s or num_nodes * node_bytes_per_s})
 
     def __init__(
         self,

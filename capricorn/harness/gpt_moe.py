@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 from fairscale.nn.moe import MOELayer, Top2Gate
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear
@@ -60,9 +59,7 @@ class HookedMoE(MOELayer):  # type: ignore[misc]
         """
         rows_ND, weights_TEC, balance, counts_E = run_op(hook, self.layer, "gate", self._route, x_TD)
         if hook is not None:
-            if self.world_size > 1:
-                dist.all_reduce(counts_E, group=self.group)
-            hook.on_routed(self.layer, counts_E.tolist())
+            hook.on_routed(self.layer, self.network.gather(counts_E).sum(0).tolist())
         splits = [len(rows_ND) // self.world_size] * self.world_size
         rows_ND = all_to_all(rows_ND, splits, splits, self.network, hook, self.layer, "dispatch")
         rows_ND = run_op(hook, self.layer, "expert", self._compute, rows_ND)

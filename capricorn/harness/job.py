@@ -29,6 +29,8 @@ class Job(Frozen):
     """Of the emulated nodes, by node."""
     links_dir: Path | None = None
     """Where the links are that are paced in user space, if they are."""
+    storage_dir: Path | None = None
+    """Where the clocks of the modelled storage are, if it is modelled."""
 
     def write(self) -> Path:
         path = self.run_dir / JOB

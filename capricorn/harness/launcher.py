@@ -16,6 +16,7 @@ from capricorn.config import Scenario
 from capricorn.emulation.ground import PACED, Ground, lay_ground
 from capricorn.emulation.measure import measure_links
 from capricorn.emulation.route import Links
+from capricorn.emulation.storage import Storage
 from capricorn.errors import CapricornError
 from capricorn.harness.agents import Agents, Rendezvous
 from capricorn.harness.cpu import CpuMeter
@@ -96,11 +97,14 @@ def _lay_ground(scenario: Scenario) -> tuple[Ground, Scenario]:
 
 
 def _make_job(scenario: Scenario, run_id: str, run_dir: Path, store_dir: Path, tokens: Path, ground: Ground) -> Job:
-    cluster = scenario.cluster
-    links_dir = None
+    cluster, emulation = scenario.cluster, scenario.emulation
+    links_dir = storage_dir = None
     if cluster.links == PACED:
         links_dir = store_dir / "links"
         Links.create(links_dir, cluster.nodes, cluster.rate_bytes_per_s).close()
+    if emulation is not None and (rate := emulation.storage_node_bytes_per_s) is not None:
+        storage_dir = store_dir / "storage"
+        Storage.create(storage_dir, cluster.nodes, rate, emulation.storage_total_bytes_per_s)
     return Job(
         run_id=run_id,
         scenario=scenario,
@@ -109,6 +113,7 @@ def _make_job(scenario: Scenario, run_id: str, run_dir: Path, store_dir: Path, t
         tokens=tokens,
         addresses=tuple(map(ground.address, range(cluster.nodes))),
         links_dir=links_dir,
+        storage_dir=storage_dir,
     )
 
 

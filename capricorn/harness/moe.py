@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
@@ -99,7 +98,7 @@ class MoE(nn.Module):
         h_TD, rows_AD, weights_TK, probs_E, counts_E, order_A, inverse_A = run_op(
             hook, self.layer, "gate", self._route, x_TD
         )
-        counts_WE = self._gather(counts_E)
+        counts_WE = self.network.gather(counts_E)
         total_E = counts_WE.sum(0)
         if hook is not None:
             hook.on_routed(self.layer, total_E.tolist())
@@ -138,14 +137,6 @@ class MoE(nn.Module):
         if self.loads is None:
             return torch.topk(probs_TE, self.top_k, dim=-1).indices
         return self.loads.choose(self.layer, len(probs_TE)).to(probs_TE.device)
-
-    def _gather(self, counts_E: Tensor) -> Tensor:
-        """The counts of all ranks [W, E]."""
-        if len(self.split) == 1:
-            return counts_E.unsqueeze(0)
-        counts_WE = counts_E.new_empty(len(self.split), len(counts_E))
-        dist.all_gather(list(counts_WE), counts_E, group=self.network.group)
-        return counts_WE
 
     def _compute(self, rows_RD: Tensor, h_TD: Tensor, received: list[list[int]]) -> tuple[Tensor, ...]:
         """The rows through the routed experts and, if any, the tokens through the shared ones.

@@ -48,6 +48,13 @@ class Network:
             if work is not None:
                 work.wait()
 
+    def gather(self, row_D: Tensor) -> Tensor:
+        """The rows [ranks, D] of all ranks; collective. In one step: a ring would wait in every queue on its way."""
+        rows_WD = row_D.new_empty(self.size, len(row_D))
+        ones = [1] * self.size
+        self.all_to_all(rows_WD, row_D.expand_as(rows_WD).contiguous(), ones, ones)
+        return rows_WD
+
     def all_reduce(self, tensor: Tensor) -> None:
         """Sums a tensor over the ranks in place; collective."""
         self._pace_ring(2 * tensor.nbytes * (self.size - 1) // self.size)

@@ -160,6 +160,7 @@ class Worker:
             store_dir=self._job.node_dir(scenario.launch.node_rank if scenario.launch.nnodes else node),
             address=own_address(os.environ["MASTER_ADDR"]) if scenario.launch.nnodes else self._job.addresses[node],
             routes=self._routes,
+            storage_dir=self._job.storage_dir,
         )
 
     def _given_loads(self) -> Loads | None:

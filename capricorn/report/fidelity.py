@@ -10,7 +10,7 @@ import numpy as np
 
 from capricorn.config import Scenario
 from capricorn.records import CPU, LINKS, PACE, CpuSample, LinkSample, PaceSample, read_samples
-from capricorn.units import Seconds
+from capricorn.units import BytesPerSecond, Seconds
 
 MAX_OVERRUN_FRAC = 0.05
 """Of the paced ops, those that took longer than their model, beyond which a run stands for nothing."""
@@ -31,10 +31,16 @@ def fidelity(run_dir: Path, scenario: Scenario, num_cpus: int) -> Fidelity:
         "link_bytes_per_s": emulation.link_bytes_per_s,
         "link_rate_frac_min": min(rates, default=None),
         "link_rate_frac_max": max(rates, default=None),
+        "buffers_s": _buffers_s(scenario, emulation.link_bytes_per_s),
         "round_trip_s_p50": _percentile([link.round_trip_s for link in links], 50),
         **_pacing(list(read_samples(run_dir / PACE, PaceSample)), scenario.train.warmup),
         **cpu,
     }
+
+
+def _buffers_s(scenario: Scenario, link_bytes_per_s: BytesPerSecond) -> Seconds:
+    """How long the link takes for one block and what its socket holds; the kernel doubles what a socket asks for."""
+    return (scenario.system.block_bytes + 2 * scenario.system.send_buffer_bytes) / link_bytes_per_s
 
 
 def fidelity_faults(figures: Fidelity) -> list[str]:

@@ -99,7 +99,8 @@ def _links(s: Mapping[str, Any]) -> str:
     if s["link_rate_frac_min"] is None:
         return "not measured"
     low, high = s["link_rate_frac_min"], s["link_rate_frac_max"]
-    return f"{low:.3f}-{high:.3f} of {format_rate(s['link_bytes_per_s'])}, round trip {_seconds(s['round_trip_s_p50'])}"
+    rate, trip, buffers = format_rate(s["link_bytes_per_s"]), _seconds(s["round_trip_s_p50"]), _seconds(s["buffers_s"])
+    return f"{low:.3f}-{high:.3f} of {rate}, round trip {trip}, a block and its buffers {buffers}"
 
 
 def _percent(frac: float | None) -> str:
