@@ -55,7 +55,9 @@ class ClusterConfig(Frozen):
     rho: float | None = Field(
         default=None, gt=0, description="checkpoint transfer time / idle span time; sets the tokens of an iteration"
     )
-    rate_bytes_per_s: ByteRate = Field(default=12.5e6, gt=0, description="of a node's link here, each direction")
+    rate_bytes_per_s: ByteRate | None = Field(
+        default=None, gt=0, description="of a node's link here, each direction; 100 Mbit/s, or 50 for family gpt-moe"
+    )
     iteration_s: float = Field(default=2.0, gt=0, description="length of an iteration here, without reduce and update")
     moe_layers: int = Field(default=4, gt=0, description="MoE layers of the scale model")
     qos: bool = Field(default=False, description="links have a low class below all other traffic (DSCP CS1)")
@@ -68,6 +70,12 @@ class ClusterConfig(Frozen):
     @property
     def is_emulated(self) -> bool:
         return self.name != LOCAL
+
+    @property
+    def rate(self) -> BytesPerSecond:
+        """Of a node's link here, once it is resolved."""
+        assert self.rate_bytes_per_s is not None
+        return self.rate_bytes_per_s
 
     @property
     def is_measured(self) -> bool:

@@ -16,7 +16,7 @@ from capricorn.cluster import ClusterConfig, Pace, Times
 from capricorn.config import Emulation, ModelConfig, Scenario
 from capricorn.errors import ConfigError
 from capricorn.sizing import dense_params, num_moe_layers, total_params
-from capricorn.units import Seconds, format_seconds
+from capricorn.units import BytesPerSecond, Seconds, format_seconds
 from capricorn.workload import (
     ACTIVATION_BYTES,
     PASSES,
@@ -34,13 +34,15 @@ from capricorn.workload import (
 
 VALUE_BYTES = 4
 """Of a value here, where all is fp32."""
+RATES: dict[str, BytesPerSecond] = {"mixtral": 12.5e6, "gpt-moe": 6.25e6}
+"""Of links, by family: fairscale's gate takes time with the square of the tokens, so there are to be fewer of them."""
 BATCH = 4
 WIDTHS, VOCABULARIES, MIN_FFN = range(32, 1025, 8), (256, 512, 1024, 2048, 4096), 4
 MAX_ERROR = 0.05
 """Deviation of bytes from their aim, by rounding widths to whole numbers, beyond which there is no scale model."""
 MIN_OP_S: Seconds = 0.002
 """Ops that last less cannot be told from a late wake-up."""
-FLOPS_ALLOWED_PER_S = 20e9
+FLOPS_ALLOWED_PER_S = 10e9
 """Real computing of all ranks together, for each second of modelled computing, that two cores do with ease."""
 
 
@@ -52,7 +54,11 @@ def scale(scenario: Scenario) -> Scenario:
     """
     if not scenario.cluster.is_emulated:
         return scenario
-    emulation, model = _measured(scenario) if scenario.cluster.is_measured else _described(scenario)
+    cluster = scenario.cluster
+    if cluster.rate_bytes_per_s is None:
+        cluster = cluster.model_copy(update={"rate_bytes_per_s": RATES[scenario.model.family]})
+        scenario = scenario.model_copy(update={"cluster": cluster})
+    emulation, model = _measured(scenario) if cluster.is_measured else _described(scenario)
     return Scenario.model_validate(scenario.model_dump() | {"emulation": emulation, "model": model})
 
 
@@ -61,7 +67,7 @@ def _described(scenario: Scenario) -> tuple[Emulation, ModelConfig]:
     work = work_of(scenario)
     cluster, there = work.cluster, times_of(work)
     time_factor = cluster.iteration_s / (there.compute_s + there.all_to_all_s)
-    byte_factor = link_of(cluster) / (cluster.rate_bytes_per_s * time_factor)
+    byte_factor = link_of(cluster) / (cluster.rate * time_factor)
     model = _shrink(work, byte_factor, there.compute_s * time_factor)
     pace = _pace(work, model, time_factor)
     _check_pace(pace, model, scenario)
@@ -72,7 +78,7 @@ def _described(scenario: Scenario) -> tuple[Emulation, ModelConfig]:
         time_factor=time_factor,
         byte_factor=byte_factor,
         pace=pace,
-        link_bytes_per_s=cluster.rate_bytes_per_s,
+        link_bytes_per_s=cluster.rate,
         storage_node_bytes_per_s=storage[0],
         storage_total_bytes_per_s=storage[1],
         there=there,
@@ -102,7 +108,7 @@ def _measured(scenario: Scenario) -> tuple[Emulation, ModelConfig]:
         time_factor=1.0,
         byte_factor=1.0,
         pace=pace,
-        link_bytes_per_s=cluster.rate_bytes_per_s,
+        link_bytes_per_s=cluster.rate,
         storage_node_bytes_per_s=node,
         storage_total_bytes_per_s=total,
         there=None,
@@ -193,14 +199,20 @@ def _error(model: ModelConfig, work: Work, byte_factor: float) -> float:
 
 def _badness(model: ModelConfig, work: Work, byte_factor: float, compute_s: Seconds) -> float:
     share_here, share_there = (dense_params(one) / total_params(one) for one in (model, work.model))
-    flops, layers = flops_per_token(model), layers_of(model)
     ranks = work.cluster.nodes * work.cluster.ranks_per_node
-    real_flops = ranks * model.tokens_per_rank * PASSES * sum(flops[op] * layers[op] for op in flops)
+    real_flops = ranks * model.tokens_per_rank * PASSES * _real_flops_per_token(model)
     return (
         30 * _error(model, work, byte_factor)
         + abs(math.log(share_here / share_there))
         + real_flops / compute_s / FLOPS_ALLOWED_PER_S
     )
+
+
+def _real_flops_per_token(model: ModelConfig) -> float:
+    """Forward, as computed here, where fairscale's gate also multiplies all tokens with all places at the experts."""
+    flops, layers = flops_per_token(model), layers_of(model)
+    places = 4 * model.top_k * model.tokens_per_rank * model.hidden if model.family == "gpt-moe" else 0
+    return sum(flops[op] * layers[op] for op in flops) + places * layers["gate"]
 
 
 def _pace(work: Work, model: ModelConfig, time_factor: float) -> Pace:
@@ -229,7 +241,7 @@ def _check_pace(pace: Pace, model: ModelConfig, scenario: Scenario) -> None:
 
 
 def _times_here(model: ModelConfig, pace: Pace, cluster: ClusterConfig, replicas: int) -> Times:
-    layers, rate = layers_of(model), cluster.rate_bytes_per_s
+    layers, rate = layers_of(model), cluster.rate
     rows = model.tokens_per_rank * model.top_k
     moe = pace.gate_s + pace.expert_s_per_row * rows + pace.shared_s
     forward = pace.attention_s * layers["attention"] + moe * layers["expert"] + pace.dense_s * layers["dense"]

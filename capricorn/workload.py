@@ -74,10 +74,13 @@ def storage_of(cluster: ClusterConfig) -> tuple[BytesPerSecond | None, BytesPerS
 def flops_per_token(model: ModelConfig) -> dict[str, float]:
     """Forward, by op of one layer; `head` of the whole model."""
     scores = 2 * model.seq_len * model.num_heads * model.head_dim  # half of the square is masked
-    dense = expert_params(model) if model.family == "gpt-moe" else 3 * model.hidden * model.dense_ffn
+    is_gpt = model.family == "gpt-moe"
+    dense = expert_params(model) if is_gpt else 3 * model.hidden * model.dense_ffn
+    # GShard's gate multiplies the tokens of a group, here a sequence, with the places at the experts.
+    places = model.top_k * model.seq_len if is_gpt else 0
     return {
         "attention": 2 * attention_params(model) + scores,
-        "gate": 2 * model.hidden * model.num_experts,
+        "gate": 2 * model.hidden * (model.num_experts + places),
         "expert": 2 * model.top_k * expert_params(model),
         "shared": 2 * model.num_shared_experts * expert_params(model),
         "dense": 2 * dense,

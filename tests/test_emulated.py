@@ -187,7 +187,7 @@ def refuse(*_: Any, **__: Any) -> Fabric:
 
 
 def config(**fields: Any) -> ClusterConfig:
-    return ClusterConfig(name="mine", device="cpu", attention_s=0.01, expert_s=0.01, **fields)
+    return ClusterConfig(name="mine", device="cpu", attention_s=0.01, expert_s=0.01, rate_bytes_per_s=25e6, **fields)
 
 
 def test_without_any_right_links_are_paced(monkeypatch: pytest.MonkeyPatch) -> None:

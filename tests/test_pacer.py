@@ -14,7 +14,7 @@ from capricorn.emulation.pacer import BACKWARD, Pacer
 from capricorn.hooks import NO_LAYER, HookChain, OpKey, TrainerHook
 from capricorn.resolve import load_model
 
-PACE = Pace(attention_s=0.08, gate_s=0.02, expert_s_per_row=0.001, shared_s=0.005, dense_s=0.04, head_s=0.03)
+PACE = Pace(attention_s=0.08, gate_s=0.09, expert_s_per_row=0.001, shared_s=0.005, dense_s=0.04, head_s=0.03)
 MODEL = load_model("mixtral-tiny")  # 8 experts
 ATTENTION, EXPERT = OpKey(0, "forward", "attention"), OpKey(0, "forward", "expert")
 

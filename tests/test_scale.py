@@ -87,7 +87,7 @@ def test_the_dense_share_of_a_mixtral_stays_near_that_of_the_target() -> None:
     target = load_model("mixtral-8x7b")
     model = scaled().model
     shares = [dense_params(one) / total_params(one) for one in (model, target)]
-    assert shares[0] == pytest.approx(shares[1], rel=0.3)
+    assert shares[0] == pytest.approx(shares[1], rel=0.5)
 
 
 def test_storage_is_scaled_like_the_links() -> None:

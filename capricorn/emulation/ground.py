@@ -80,7 +80,7 @@ def lay_ground(cluster: ClusterConfig) -> tuple[Ground, str]:
     """
     if not cluster.is_emulated:
         return Loopback(), cluster.links
-    shape = Shape(cluster.nodes, cluster.rate_bytes_per_s, cluster.qos)
+    shape = Shape(cluster.nodes, cluster.rate, cluster.qos)
     reasons = []
     for way in WAYS if cluster.links == "auto" else (cluster.links,):
         if way == PACED:

@@ -15,7 +15,7 @@ from capricorn.units import Seconds
 
 BACKWARD = 2
 """How much longer the backward of an op takes than its forward."""
-MIN_GATE_FRAC = 0.2
+MIN_GATE_FRAC = 0.5
 """Of attention and gate together, what the gate gets at least: it is light on a device, but not here, where it sorts
 and counts on the CPU. Their sum, which is the span a checkpoint can use, stays as modelled."""
 

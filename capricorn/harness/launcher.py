@@ -101,7 +101,7 @@ def _make_job(scenario: Scenario, run_id: str, run_dir: Path, store_dir: Path, t
     links_dir = storage_dir = None
     if cluster.links == PACED:
         links_dir = store_dir / "links"
-        Links.create(links_dir, cluster.nodes, cluster.rate_bytes_per_s).close()
+        Links.create(links_dir, cluster.nodes, cluster.rate).close()
     if emulation is not None and (rate := emulation.storage_node_bytes_per_s) is not None:
         storage_dir = store_dir / "storage"
         Storage.create(storage_dir, cluster.nodes, rate, emulation.storage_total_bytes_per_s)

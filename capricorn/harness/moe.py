@@ -14,7 +14,7 @@ from torch.nn.functional import linear, silu
 
 from capricorn.config import ModelConfig
 from capricorn.harness.network import Network
-from capricorn.harness.ops import all_to_all, permute, run_op, sort_order
+from capricorn.harness.ops import all_to_all, permute, run_op, sort_order, spread
 from capricorn.hooks import TrainerHook
 from capricorn.loads.deal import Loads
 from capricorn.topology import expert_split
@@ -129,8 +129,8 @@ class MoE(nn.Module):
         if torch.is_autocast_enabled(h_TD.device.type):
             # Real systems send rows in the precision the experts compute in.
             h_TD = h_TD.to(torch.get_autocast_dtype(h_TD.device.type))
-        copies_AD = h_TD.unsqueeze(1).expand(-1, self.top_k, -1).flatten(0, 1)
-        return h_TD, permute(copies_AD, order_A, inverse_A), weights_TK, probs_TE.mean(0), counts_E, order_A, inverse_A
+        rows_AD = spread(h_TD, self.top_k, order_A, inverse_A)
+        return h_TD, rows_AD, weights_TK, probs_TE.mean(0), counts_E, order_A, inverse_A
 
     def _choose(self, probs_TE: Tensor) -> Tensor:
         """The experts [T, K] of each token: the likeliest, or those that given loads ask for."""

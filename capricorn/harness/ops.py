@@ -146,6 +146,27 @@ def permute(rows_ND: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
     return permuted_ND
 
 
+class _Spread(Function):
+    """Each row several times, in a given order, without a copy in between."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_ND: Tensor, copies: int, order_A: Tensor, inverse_A: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse_A)
+        ctx.copies = copies
+        return rows_ND.index_select(0, order_A // copies)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        grad_AD = grads[0].index_select(0, ctx.saved_tensors[0])
+        return grad_AD.view(-1, ctx.copies, grad_AD.shape[1]).sum(1), None, None, None
+
+
+def spread(rows_ND: Tensor, copies: int, order_A: Tensor, inverse_A: Tensor) -> Tensor:
+    """`copies` of each row, A = N * copies in all, of which `order_A` names the next; `inverse_A` is its inverse."""
+    spread_AD: Tensor = _Spread.apply(rows_ND, copies, order_A, inverse_A)  # type: ignore[no-untyped-call]
+    return spread_AD
+
+
 def sort_order(keys_N: Tensor) -> tuple[Tensor, Tensor]:
     """The stable order that sorts the keys, and its inverse."""
     order_N = torch.argsort(keys_N, stable=True)

@@ -50,7 +50,7 @@ def _measure(scenario: Scenario, ground: Ground, way: str) -> list[LinkSample]:
     if way != PACED:
         return measure_links(entries, addresses)
     with tempfile.TemporaryDirectory(prefix="capricorn-doctor-", dir=scenario.store.root) as folder:
-        Links.create(Path(folder) / "links", cluster.nodes, cluster.rate_bytes_per_s).close()
+        Links.create(Path(folder) / "links", cluster.nodes, cluster.rate).close()
         return measure_links(entries, addresses, Path(folder) / "links")
 
 
@@ -68,7 +68,7 @@ def _lateness(num_ranks: int) -> list[Seconds]:
 
 
 def _check_rate(samples: list[LinkSample], scenario: Scenario, way: str) -> Check:
-    wanted = scenario.cluster.rate_bytes_per_s
+    wanted = scenario.cluster.rate
     parts = [sample.bytes_per_s / wanted for sample in samples]
     ok = all(abs(part - 1) <= MAX_RATE_ERROR for part in parts)
     found = f"{min(parts):.3f}-{max(parts):.3f} of it, by {way}"

@@ -105,7 +105,9 @@ class ReplicaLink:
     def _open(self) -> None:
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._send_buffer_bytes)
+            if self._route is None:
+                # With a route what is not sent yet waits there, and a small buffer on loopback waits for late ACKs.
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._send_buffer_bytes)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._low_class:
                 sock.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, LOW_CLASS_TOS)
