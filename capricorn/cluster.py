@@ -56,9 +56,9 @@ class ClusterConfig(Frozen):
         default=None, gt=0, description="checkpoint transfer time / idle span time; sets the tokens of an iteration"
     )
     rate_bytes_per_s: ByteRate | None = Field(
-        default=None, gt=0, description="of a node's link here, each direction; 100 Mbit/s, or 50 for family gpt-moe"
+        default=None, gt=0, description="of a node's link here, each direction; 80 Mbit/s, or 40 for family gpt-moe"
     )
-    iteration_s: float = Field(default=2.0, gt=0, description="length of an iteration here, without reduce and update")
+    iteration_s: float = Field(default=2.5, gt=0, description="length of an iteration here, without reduce and update")
     moe_layers: int = Field(default=4, gt=0, description="MoE layers of the scale model")
     qos: bool = Field(default=False, description="links have a low class below all other traffic (DSCP CS1)")
     links: Literal["auto", "namespaces", "user-namespaces", "paced"] = "auto"

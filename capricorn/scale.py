@@ -34,7 +34,7 @@ from capricorn.workload import (
 
 VALUE_BYTES = 4
 """Of a value here, where all is fp32."""
-RATES: dict[str, BytesPerSecond] = {"mixtral": 12.5e6, "gpt-moe": 6.25e6}
+RATES: dict[str, BytesPerSecond] = {"mixtral": 10e6, "gpt-moe": 5e6}
 """Of links, by family: fairscale's gate takes time with the square of the tokens, so there are to be fewer of them."""
 BATCH = 4
 WIDTHS, VOCABULARIES, MIN_FFN = range(32, 1025, 8), (256, 512, 1024, 2048, 4096), 4

@@ -147,7 +147,7 @@ def test_the_scale_is_shown_before_anything_starts() -> None:
     assert emulation["target"]["name"] == "mixtral-8x7b"
     assert emulation["here"]["compute_s"] > 0
     shown = command("run", "--cluster", "p4d", "--model", "mixtral-8x7b", "--nodes", "4", "--dry-run").stdout
-    for word in ("computing", "all-to-all", "checkpoint", "rho", "240 Gbit/s", "100 Mbit/s", "host memory"):
+    for word in ("computing", "all-to-all", "checkpoint", "rho", "240 Gbit/s", "80 Mbit/s", "host memory"):
         assert word in shown
 
 
