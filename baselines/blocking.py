@@ -17,4 +17,4 @@ class Blocking(ReplicatingSystem):
 
     def after_update(self, iteration: int) -> None:
         super().after_update(iteration)
-        self._settle(self._timeout_s)
+        self._finish(self._timeout_s)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from capricorn.cluster import ClusterConfig
-from capricorn.emulation.ground import NAMESPACES, PACED, lay_ground
+from capricorn.emulation.ground import NAMESPACES, PACED, Ground, lay_ground
 from capricorn.emulation.measure import measure_links
 from capricorn.emulation.route import Links
 from capricorn.errors import ConfigError
@@ -19,46 +21,66 @@ NODES, RATE = 4, 25e6
 ROUNDS = 3
 
 
-def _once(way: str, stream: str) -> dict[str, float]:
+@contextlib.contextmanager
+def _laid(way: str, *, qos: bool = False) -> Iterator[tuple[Ground, str, list[str]]]:
+    """The nodes, a folder, and the folder of links if they are paced in user space."""
     cluster = ClusterConfig(
-        name="bench", nodes=NODES, attention_s=1, expert_s=1, rate_bytes_per_s=RATE, qos=stream == "low", links=way
+        name="bench", nodes=NODES, attention_s=1, expert_s=1, rate_bytes_per_s=RATE, qos=qos, links=way
     )
     ground, _ = lay_ground(cluster)
-    addresses = ",".join(map(ground.address, range(NODES)))
     with tempfile.TemporaryDirectory(prefix="capricorn-bench-", dir="/dev/shm") as folder:
         links = [str(Path(folder) / "links")] if way == PACED else []
         if links:
             Links.create(Path(links[0]), NODES, RATE).close()
-        processes = []
-        for rank in range(NODES):
-            entry = ground.enter_node(rank)
-            module = ["benchmarks.all_to_all_rank", str(rank), str(NODES), folder, addresses, stream, *links]
-            env = {**os.environ, "GLOO_SOCKET_IFNAME": ground.interface, "OMP_NUM_THREADS": "1"}
-            processes.append(
-                subprocess.Popen(
-                    [*entry.prefix, *module], pass_fds=entry.pass_fds, env=env, stdout=subprocess.PIPE, text=True
-                )
-            )
-        texts = [process.communicate(timeout=120)[0] for process in processes]
-    ground.close()
+        try:
+            yield ground, folder, links
+        finally:
+            ground.close()
+
+
+def _start(ground: Ground, node: int, *module: str) -> subprocess.Popen[str]:
+    entry = ground.enter_node(node)
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": ground.interface, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [*entry.prefix, *module], pass_fds=entry.pass_fds, env=env, stdout=subprocess.PIPE, text=True
+    )
+
+
+def _all_to_all(way: str, stream: str) -> dict[str, float]:
+    """All-to-alls beside a stream to the next node, as rank 0 sees them."""
+    with _laid(way, qos=stream == "low") as (ground, folder, links):
+        addresses = ",".join(map(ground.address, range(NODES)))
+        ranks = [
+            _start(ground, rank, "benchmarks.all_to_all_rank", str(rank), str(NODES), folder, addresses, stream, *links)
+            for rank in range(NODES)
+        ]
+        texts = [rank.communicate(timeout=120)[0] for rank in ranks]
     figures: dict[str, float] = json.loads(texts[0])
     return figures
 
 
+def _two_flows(way: str) -> list[float]:
+    """What two flows out of node 0 get of the rate, each to another node."""
+    with _laid(way) as (ground, _, links):
+        sinks = [_start(ground, node, "benchmarks.flow", "sink", ground.address(node), "7001") for node in (1, 2)]
+        for sink in sinks:
+            assert sink.stdout is not None
+            assert sink.stdout.readline() == "ready\n"
+        for node in (1, 2):
+            where = [*links, "0", str(node)] if links else []
+            _start(ground, 0, "benchmarks.flow", "source", ground.address(node), "7001", *where)
+        return [float(sink.communicate(timeout=30)[0]) / RATE for sink in sinks]
+
+
 def _measure_rates(way: str) -> None:
-    cluster = ClusterConfig(name="bench", nodes=NODES, attention_s=1, expert_s=1, rate_bytes_per_s=RATE, links=way)
-    ground, _ = lay_ground(cluster)
-    entries = [ground.enter_node(node) for node in range(NODES)]
-    addresses = [ground.address(node) for node in range(NODES)]
-    with tempfile.TemporaryDirectory(prefix="capricorn-bench-", dir="/dev/shm") as folder:
-        links = Path(folder) / "links" if way == PACED else None
-        if links:
-            Links.create(links, NODES, RATE).close()
-        samples = measure_links(entries, addresses, links)
-    ground.close()
+    with _laid(way) as (ground, _, links):
+        entries = [ground.enter_node(node) for node in range(NODES)]
+        addresses = [ground.address(node) for node in range(NODES)]
+        samples = measure_links(entries, addresses, Path(links[0]) if links else None)
     parts = ", ".join(f"{sample.bytes_per_s / RATE:.3f}" for sample in samples)
     trip_s = sorted(sample.round_trip_s for sample in samples)[NODES // 2]
     print(f"{way}: bulk on all links at once, parts of 200 Mbit/s: {parts}; round trip {format_seconds(trip_s)}")
+    print(f"{way}: two flows out of one node: {', '.join(f'{part:.3f}' for part in _two_flows(way))} of the rate")
 
 
 def main() -> None:
@@ -70,7 +92,7 @@ def main() -> None:
             print(f"{way}: {error}")
             continue
         for stream in ("none", "fifo", "low"):
-            rounds = [_once(way, stream) for _ in range(ROUNDS)]
+            rounds = [_all_to_all(way, stream) for _ in range(ROUNDS)]
             middle = sorted(rounds, key=lambda figures: figures["all_to_all_s"])[ROUNDS // 2]
             ideal_s = middle["bytes"] / RATE
             print(

@@ -5,10 +5,12 @@ Pure values; how the scale is computed is in `scale`.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
+from capricorn.errors import ConfigError
 from capricorn.units import BytesPerSecond, Seconds
 from capricorn.values import ByteRate, Frozen, require
 
@@ -28,6 +30,14 @@ STORAGES: dict[str, tuple[BytesPerSecond, BytesPerSecond | None]] = {
 20 Gb/s beside the p3dn and p4d clusters of Gemini, SOSP'23; the others are local drives, one or four striped."""
 
 
+_FAILURE_DOMAINS = frozenset({"name", "nodes", "ranks_per_node", "device"})
+_DESCRIPTION = frozenset({
+    "accelerator", "flops_per_s", "devices_per_node", "mfu", "link_bytes_per_s", "link_efficiency", "rho",
+    "iteration_s", "moe_layers",
+})  # fmt: skip
+"""What describes hardware and how it is scaled, and means nothing where durations are given."""
+
+
 class ClusterConfig(Frozen):
     """Failure domains, and the cluster they are a scale model of.
 
@@ -36,6 +46,8 @@ class ClusterConfig(Frozen):
     model, bytes and rates are scaled down, or of a measured one (`attention_s`, `expert_s`, `rate_bytes_per_s`), for
     which the model runs as it is.
     """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: str = LOCAL
     nodes: int = Field(default=2, gt=0)
@@ -85,9 +97,7 @@ class ClusterConfig(Frozen):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if not self.is_emulated:
-            foreign = self.model_fields_set - {"name", "nodes", "ranks_per_node", "device"}
-            differing = [key for key in sorted(foreign) if getattr(self, key) != type(self).model_fields[key].default]
-            require(not differing, f"cluster.{(differing or [''])[0]} means nothing on --cluster local; name a cluster")
+            self._refuse(type(self).model_fields.keys() - _FAILURE_DOMAINS, "name a cluster")
             return self
         require(self.nodes > 1, f"--cluster {self.name} emulates a network: it needs --nodes 2 or more")
         require(self.device != "cuda", f"--cluster {self.name} paces computing on the CPU: use --device cpu")
@@ -97,11 +107,22 @@ class ClusterConfig(Frozen):
             self.is_measured or is_described,
             f"cluster {self.name} needs accelerator and link_bytes_per_s, or attention_s and expert_s",
         )
-        require(
-            not self.is_measured or self.rho is None,
-            f"cluster {self.name} gives measured durations, so rho follows from them and cannot be set",
-        )
+        if self.is_measured:
+            self._refuse(_DESCRIPTION, "its durations are given")
+        else:
+            self._refuse({"attention_s", "expert_s", "head_s"}, "give both attention_s and expert_s, or neither")
         return self
+
+    def _refuse(self, keys: Set[str], reason: str) -> None:
+        """Raises ConfigError if one of these fields is set, since it would change nothing."""
+        for key in sorted(keys):
+            if getattr(self, key) != type(self).model_fields[key].default:
+                raise ConfigError(f"cluster.{key} means nothing on --cluster {self.name}: {reason}")
+
+
+MIN_GATE_FRAC = 0.5
+"""Of attention and gate of an MoE layer together, what the gate gets at least: it is light on a device, but not here,
+where it sorts and counts on the CPU. Their sum, which is the span a checkpoint can use, stays as modelled."""
 
 
 class Pace(Frozen):
@@ -116,6 +137,16 @@ class Pace(Frozen):
     dense_s: Seconds
     """Of the feed-forward block of a layer that is not MoE."""
     head_s: Seconds
+
+    @property
+    def moe_gate_s(self) -> Seconds:
+        """Of the gate as it is paced."""
+        return max(self.gate_s, MIN_GATE_FRAC * (self.attention_s + self.gate_s))
+
+    @property
+    def moe_attention_s(self) -> Seconds:
+        """Of the attention of an MoE layer as it is paced."""
+        return self.attention_s + self.gate_s - self.moe_gate_s
 
 
 class Times(Frozen):

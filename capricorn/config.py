@@ -107,7 +107,7 @@ class LoadsConfig(Frozen):
     """Where the loads of the experts come from: the router, a phase of the synthetic generator, or a trace file."""
 
     source: str = Field(default="router", description="router, a phase, or an npz file")
-    first: int = Field(default=1, gt=0, description="iteration of the phase or trace that the run starts at")
+    first: int = Field(default=1, gt=0, le=100_000, description="iteration of the phase or trace to start at")
 
 
 class TrainConfig(Frozen):

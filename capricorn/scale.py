@@ -17,6 +17,7 @@ from capricorn.config import Emulation, ModelConfig, Scenario
 from capricorn.errors import ConfigError
 from capricorn.sizing import dense_params, num_moe_layers, total_params
 from capricorn.units import BytesPerSecond, Seconds, format_seconds
+from capricorn.values import build
 from capricorn.workload import (
     ACTIVATION_BYTES,
     PASSES,
@@ -59,7 +60,8 @@ def scale(scenario: Scenario) -> Scenario:
         cluster = cluster.model_copy(update={"rate_bytes_per_s": RATES[scenario.model.family]})
         scenario = scenario.model_copy(update={"cluster": cluster})
     emulation, model = _measured(scenario) if cluster.is_measured else _described(scenario)
-    return Scenario.model_validate(scenario.model_dump() | {"emulation": emulation, "model": model})
+    parts = scenario.model_dump() | {"emulation": emulation, "model": model}
+    return build(Scenario, parts, f"--cluster {cluster.name}")
 
 
 def _described(scenario: Scenario) -> tuple[Emulation, ModelConfig]:
@@ -231,7 +233,8 @@ def _pace(work: Work, model: ModelConfig, time_factor: float) -> Pace:
 
 
 def _check_pace(pace: Pace, model: ModelConfig, scenario: Scenario) -> None:
-    shortest_s = min(pace.attention_s, pace.expert_s_per_row * model.tokens_per_rank * model.top_k)
+    experts_s = pace.expert_s_per_row * model.tokens_per_rank * model.top_k
+    shortest_s = min(pace.moe_attention_s, pace.moe_gate_s, experts_s)
     if shortest_s < MIN_OP_S:
         raise ConfigError(
             f"computing of {model.name} is so small a part of an iteration on {scenario.cluster.name} that ops last "

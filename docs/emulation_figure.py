@@ -28,14 +28,21 @@ PARTS = ("computing", "all-to-all", "reduce", "checkpoint")
 
 
 def _ops(folder: Path) -> list[OpSample]:
-    """The ops of the last sampled iteration."""
+    """The ops of the last sampled iteration, with times since its first rank began it."""
     samples = list(read_samples(folder / OPS, OpSample))
     last = max(sample.iteration for sample in samples)
-    return [sample for sample in samples if sample.iteration == last and sample.kind in KINDS]
+    iterations = [s for s in read_samples(folder / ITERATIONS, IterationSample) if s.iteration == last]
+    begin_s = {sample.rank: sample.at_s - sample.duration_s for sample in iterations}
+    late_s = {rank: at_s - min(begin_s.values()) for rank, at_s in begin_s.items()}
+    return [
+        op.model_copy(update={"begin_s": op.begin_s + late_s[op.rank], "end_s": op.end_s + late_s[op.rank]})
+        for op in samples
+        if op.iteration == last and op.kind in KINDS
+    ]
 
 
 def _measured(folder: Path, blocking: Path) -> dict[str, float]:
-    """Seconds of each part, by the run: computing of the mean rank, all-to-all of the rank that waits least for others.
+    """Seconds of each part: computing of the mean rank, each all-to-all from the begin of the last rank to the end.
 
     A checkpoint alone on the link is what a rank stalls for it when nothing is hidden.
     """
@@ -45,15 +52,16 @@ def _measured(folder: Path, blocking: Path) -> dict[str, float]:
     def total(name: str) -> list[float]:
         return [sum(op.end_s - op.begin_s for op in ops if op.rank == r and KINDS[op.kind] == name) for r in ranks]
 
-    exchanges: dict[tuple[int, str, str], list[float]] = {}
+    exchanges: dict[tuple[int, str, str], list[OpSample]] = {}
     for op in ops:
         if KINDS[op.kind] == "all-to-all":
-            exchanges.setdefault((op.layer, op.direction, op.kind), []).append(op.end_s - op.begin_s)
+            exchanges.setdefault((op.layer, op.direction, op.kind), []).append(op)
+    moving_s = [max(op.end_s for op in each) - max(op.begin_s for op in each) for each in exchanges.values()]
     warmup = read_run(blocking).config.train.warmup
     stalls = [s.stall_s for s in read_samples(blocking / ITERATIONS, IterationSample) if s.iteration > warmup]
     return {
         "computing": sum(total("computing")) / len(ranks),
-        "all-to-all": sum(min(durations) for durations in exchanges.values()),
+        "all-to-all": sum(moving_s),
         "reduce": min(total("reduce")),
         "checkpoint": median(stalls),
     }
@@ -63,10 +71,11 @@ def _draw_timeline(axes: plt.Axes, folder: Path, record: RunRecord) -> None:
     for op in _ops(folder):
         axes.barh(op.rank, op.end_s - op.begin_s, left=op.begin_s, height=0.8, color=COLORS[KINDS[op.kind]])
     axes.set_yticks(range(record.config.topology.world_size))
-    axes.invert_yaxis()
-    axes.set(xlabel="seconds here", ylabel="rank", title="one iteration of the scale model, as recorded")
+    axes.set(xlabel="seconds here", ylabel="rank", ylim=(3.6, -0.6))
+    axes.set_title("one iteration of the scale model, as recorded", loc="left")
     used = [name for name in COLORS if name != "checkpoint"]
-    axes.legend(handles=[Patch(color=COLORS[name], label=name) for name in used], ncols=4, loc="lower right")
+    handles = [Patch(color=COLORS[name], label=name) for name in used]
+    axes.legend(handles=handles, ncols=4, loc="upper right", bbox_to_anchor=(1.0, 1.2), frameon=False)
 
 
 def _draw_parts(axes: plt.Axes, record: RunRecord, measured: dict[str, float]) -> None:

@@ -207,6 +207,10 @@ class LiveRun:
     def events(self) -> list[EventSample]:
         return list(read_samples(self.folder / EVENTS, EventSample)) if self.folder else []
 
+    def stderr(self) -> str:
+        """What it has said so far."""
+        return _text(self._stderr)
+
     def wait_iteration(self, iteration: int) -> None:
         """Returns once some rank has done that iteration."""
         self.wait(lambda: any(sample.iteration >= iteration for sample in self.samples()), f"iteration {iteration}")

@@ -15,6 +15,7 @@ from capricorn.emulation import ground
 from capricorn.emulation.fabric import Fabric, FabricError
 from capricorn.emulation.ground import NAMESPACES, PACED, USER_NAMESPACES, lay_ground
 from capricorn.errors import ConfigError
+from capricorn.harness.job import JOB, Job
 from capricorn.records import LINKS, PACE, LinkSample, PaceSample, read_run, read_samples
 from tests.namespaces import refusal
 from tests.runs import LiveRun, Run, assert_same_losses, command, faults, polls, run
@@ -24,6 +25,7 @@ nodes = 2
 rate_bytes_per_s = "400Mbit"
 attention_s = 0.02
 expert_s = 0.02
+storage = "nvme-gen4"
 """
 SLOW = pytest.mark.slow
 KILL, NODE_LOSS = "kill@rank=1,iteration=5", "node-loss@node=1,iteration=5,op=expert.0.backward"
@@ -75,6 +77,7 @@ def test_losses_are_those_of_a_local_run_whatever_makes_the_links(
     assert ended.record["mode"] == "emulated"
     assert ended.record["config"]["cluster"]["links"] == way
     assert {sample.source for sample in read_samples(ended.folder / LINKS, LinkSample)} == {0, 1}
+    assert Job.read(ended.folder / JOB).storage_dir is not None
     record = read_run(ended.folder)
     assert record.config.emulation is not None
     assert record.summary["rho"] == pytest.approx(record.config.emulation.rho)
@@ -139,6 +142,8 @@ def test_a_network_goes_with_the_launcher_however_it_ends(
         store = live.store()
         live.process.send_signal(number)
         live.process.wait(30)
+        assert "Traceback" not in live.stderr()
+        assert live.process.returncode == (130 if number != signal.SIGKILL else -signal.SIGKILL)
         # The namespaces have no name and no holder but these processes.
         assert any(not live.processes() for _ in polls(20.0))
     if number == signal.SIGKILL:
@@ -171,6 +176,10 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("--cluster", "p4d", "--nnodes", "2", "--rdzv-endpoint", "h:1"), "leave out --nnodes"),
     (("--cluster", "p4d", "--set", "cluster.speed=1"), "unknown key 'cluster.speed'"),
     (("--set", "cluster.rho=0.9"), "cluster.rho means nothing on --cluster local"),
+    (
+        ("--cluster", "p4d", "--model", "mixtral-8x7b", "--fault", "kill@rank=1,iteration=11,op=expert.20.backward"),
+        "can never strike",
+    ),
     (("--loads", "stabel"), "did you mean 'stable'?"),
     (("--loads", "missing.npz"), "missing.npz cannot be read"),
     (("--loads", "stable", "--model", "gpt-moe-tiny"), "use --loads router"),

@@ -46,6 +46,19 @@ def test_a_run_is_invalid_when_more_than_a_twentieth_of_its_ops_overran(
     assert (fidelity_faults(figures) == []) == is_valid
 
 
+@pytest.mark.parametrize(("rate", "is_valid"), [(24e6, True), (23e6, False), (27e6, False)])
+def test_a_run_is_invalid_when_a_link_missed_its_rate(tmp_path: Path, rate: float, is_valid: bool) -> None:
+    append(tmp_path / LINKS, LinkSample(source=0, target=1, bytes_per_s=rate, round_trip_s=1e-4))
+    assert (fidelity_faults(fidelity(tmp_path, EMULATED, num_cpus=2)) == []) == is_valid
+
+
+def test_a_run_without_checkpoints_has_nothing_underway(tmp_path: Path) -> None:
+    system = EMULATED.system.model_copy(update={"every": 0})
+    off = fidelity(tmp_path, EMULATED.model_copy(update={"system": system}), num_cpus=2)
+    assert off["buffers_s"] is None
+    assert fidelity(tmp_path, EMULATED, num_cpus=2)["buffers_s"] == pytest.approx((262144 + 2 * 131072) / 25e6)
+
+
 def test_the_fault_names_the_figure_and_what_to_do(tmp_path: Path) -> None:
     write_pace(tmp_path, 2, kept=1, overrun=1)
     assert "invalid: 50.0% of the paced ops" in fidelity_faults(fidelity(tmp_path, EMULATED, 2))[0]

@@ -6,7 +6,6 @@ Decides which of them this machine can give; what is run on the nodes is not its
 from __future__ import annotations
 
 import socket
-import sys
 from typing import Protocol
 
 from capricorn.cluster import ClusterConfig
@@ -62,7 +61,7 @@ class Loopback:
         return loopback_address(node)
 
     def enter_node(self, node: int) -> Entry:
-        return Entry(prefix=(sys.executable, "-m"), pass_fds=())
+        return Entry()
 
     def enter_switch(self) -> Entry:
         return self.enter_node(0)

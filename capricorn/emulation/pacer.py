@@ -15,9 +15,6 @@ from capricorn.units import Seconds
 
 BACKWARD = 2
 """How much longer the backward of an op takes than its forward."""
-MIN_GATE_FRAC = 0.5
-"""Of attention and gate together, what the gate gets at least: it is light on a device, but not here, where it sorts
-and counts on the CPU. Their sum, which is the span a checkpoint can use, stays as modelled."""
 
 
 class Pacer(TrainerHook):
@@ -79,8 +76,7 @@ class Pacer(TrainerHook):
             return 0.0
         if not self._model.is_moe(op.layer):
             return pace.attention_s
-        gate_s = max(pace.gate_s, MIN_GATE_FRAC * (pace.attention_s + pace.gate_s))
-        return gate_s if op.kind == "gate" else pace.attention_s + pace.gate_s - gate_s
+        return pace.moe_gate_s if op.kind == "gate" else pace.moe_attention_s
 
     def _experts(self, layer: int) -> Seconds:
         if not self._model.is_moe(layer):

@@ -128,7 +128,8 @@ def _arrival_rate(connection: socket.socket) -> BytesPerSecond:
         TimeoutError: hardly anything arrived.
     """
     buffer = memoryview(bytearray(BULK_BYTES))
-    start_s, num_bytes = time.monotonic(), 0
+    num_bytes = connection.recv_into(buffer)  # from here on: the sender may begin long after the last ping
+    start_s = time.monotonic()
     arrivals = []  # (when, how many bytes by then)
     while count := connection.recv_into(buffer):
         elapsed_s = time.monotonic() - start_s

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from typing import Any
 
 import psutil
 
@@ -54,6 +56,11 @@ def _processes() -> dict[int, Seconds]:
 
 
 def _busy() -> Seconds:
-    """CPU time that this machine has spent on anything."""
-    times = psutil.cpu_times()
-    return float(sum(times) - times.idle - times.iowait - getattr(times, "guest", 0.0) - getattr(times, "steal", 0.0))
+    """CPU time that the cores we may use have spent on anything."""
+    cores = psutil.cpu_times(percpu=True)
+    return float(sum(map(_used, (core for number, core in enumerate(cores) if number in os.sched_getaffinity(0)))))
+
+
+def _used(times: Any) -> Seconds:
+    idle: Seconds = times.idle + times.iowait + getattr(times, "guest", 0.0) + getattr(times, "steal", 0.0)
+    return float(sum(times)) - idle

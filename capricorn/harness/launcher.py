@@ -132,8 +132,11 @@ class _Run:
     def run(self) -> None:
         log_dir = self._job.run_dir / "log"
         log_dir.mkdir()
+        # Processes that are started after a signal has come would ignore those that are to end them.
+        self._interrupts.check()
         if self._job.scenario.cluster.is_emulated:
             self._measure_links()
+        self._interrupts.check()
         rendezvous = Rendezvous(self._job, self._ground, log_dir)
         self._agents = Agents(self._job, self._job.write(), self._ground, log_dir, rendezvous.endpoint)
         meter = CpuMeter()
@@ -146,10 +149,10 @@ class _Run:
                 meter.tick(is_training=self._is_training)
                 time.sleep(TICK_S)
         finally:
-            append(self._job.run_dir / CPU, meter.sample())
             self._agents.stop()
             rendezvous.stop()
             self._tell()
+            append(self._job.run_dir / CPU, meter.sample())
 
     def _measure_links(self) -> None:
         num_nodes = self._job.scenario.cluster.nodes

@@ -7,14 +7,17 @@ Shapes: N rows sent, M rows received, D width of a row.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from capricorn.emulation.route import Route
-from capricorn.units import Bytes
+from capricorn.units import Bytes, Seconds
+
+PACE_TIMEOUT_S: Seconds = 120.0
+"""Of what one all-to-all sends over paced links."""
 
 
 class Network:
@@ -74,12 +77,12 @@ class Network:
 
     def _paced(self, sizes: Mapping[int, Bytes]) -> Iterator[int]:
         """The ranks, each once what it is sent would have left; those on this node at once."""
-        waits = {}
+        waits: dict[Future[None], int] = {}
         for rank, num_bytes in sizes.items():
             if rank in self._routes and self._threads is not None and num_bytes:
-                waits[rank] = self._threads.submit(self._routes[rank].pass_through, num_bytes)
+                waits[self._threads.submit(self._routes[rank].pass_through, num_bytes)] = rank
             else:
                 yield rank
-        for rank, wait in waits.items():
+        for wait in as_completed(waits, PACE_TIMEOUT_S):
             wait.result()
-            yield rank
+            yield waits[wait]

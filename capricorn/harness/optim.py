@@ -153,6 +153,7 @@ class Optimizer:
     @torch.no_grad()
     def publish(self) -> None:
         """Gives every dense parameter from its owner to all ranks, as after a restore; collective."""
+        self.network.pace_broadcasts(sum(param.nbytes for param in self._dense.values()))
         for name, param in self._dense.items():
             dist.broadcast(param.data, group=self.group, group_src=self.dense_owner[name])
 

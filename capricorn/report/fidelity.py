@@ -9,9 +9,12 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from capricorn.config import Scenario
+from capricorn.emulation.route import QUANTUM_BYTES
 from capricorn.records import CPU, LINKS, PACE, CpuSample, LinkSample, PaceSample, read_samples
 from capricorn.units import BytesPerSecond, Seconds
 
+MAX_RATE_ERROR = 0.05
+"""By how much a link may miss its rate."""
 MAX_OVERRUN_FRAC = 0.05
 """Of the paced ops, those that took longer than their model, beyond which a run stands for nothing."""
 
@@ -38,20 +41,32 @@ def fidelity(run_dir: Path, scenario: Scenario, num_cpus: int) -> Fidelity:
     }
 
 
-def _buffers_s(scenario: Scenario, link_bytes_per_s: BytesPerSecond) -> Seconds:
-    """How long the link takes for one block and what its socket holds; the kernel doubles what a socket asks for."""
-    return (scenario.system.block_bytes + 2 * scenario.system.send_buffer_bytes) / link_bytes_per_s
+def _buffers_s(scenario: Scenario, link_bytes_per_s: BytesPerSecond) -> Seconds | None:
+    """How long the link takes for what a checkpoint has underway: a block, and what its socket holds.
+
+    The kernel doubles what a socket asks for. Links paced in user space take a quantum at a time, and none ahead.
+    """
+    system = scenario.system
+    if system.name == "none" or system.every == 0:
+        return None
+    if scenario.cluster.links == "paced":
+        return QUANTUM_BYTES / link_bytes_per_s
+    return (system.block_bytes + 2 * system.send_buffer_bytes) / link_bytes_per_s
 
 
-def fidelity_faults(figures: Fidelity) -> list[str]:
+def fidelity_faults(figures: Fidelity, advice: str = "set cluster.iteration_s higher") -> list[str]:
     """In what way an emulation does not stand for what it models."""
+    faults = []
+    rates = [figures.get(f"link_rate_frac_{edge}") for edge in ("min", "max")]
+    if any(rate is not None and abs(rate - 1) > MAX_RATE_ERROR for rate in rates):
+        faults.append(f"invalid: links carried {rates[0]:.2f} to {rates[1]:.2f} of their rate; free the CPU")
     frac = figures.get("overrun_frac")
-    if frac is None or frac <= MAX_OVERRUN_FRAC:
-        return []
-    return [
-        f"invalid: {frac:.1%} of the paced ops took longer than their model, more than {MAX_OVERRUN_FRAC:.0%}; "
-        "set cluster.iteration_s higher or free the CPU"
-    ]
+    if frac is not None and frac > MAX_OVERRUN_FRAC:
+        faults.append(
+            f"invalid: {frac:.1%} of the paced ops took longer than their model, more than {MAX_OVERRUN_FRAC:.0%}; "
+            f"free the CPU or {advice}"
+        )
+    return faults
 
 
 def _pacing(samples: list[PaceSample], warmup: int) -> Fidelity:

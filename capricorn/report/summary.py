@@ -53,7 +53,8 @@ def verdict(summary: Summary, scenario: Scenario) -> str:
         faults.append(f"effective checkpoints {summary['effective']} of {summary['requested']} requested")
     if summary["faults_struck"] < len(scenario.faults) and not scenario.launch.nnodes:
         faults.append(f"faults that struck {summary['faults_struck']} of {len(scenario.faults)}")
-    faults += fidelity_faults(summary)
+    is_measured = scenario.cluster.is_measured
+    faults += fidelity_faults(summary, "give longer ops" if is_measured else "set cluster.iteration_s higher")
     return "; ".join(faults) or "ok"
 
 

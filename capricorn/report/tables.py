@@ -83,7 +83,7 @@ def _result_rows(record: RunRecord) -> list[tuple[str, str]]:
 def _fidelity_rows(record: RunRecord) -> list[tuple[str, str]]:
     """How faithful the scale model was; none for a live run."""
     s, cluster = record.summary, record.config.cluster
-    if record.config.emulation is None or s["paced_ops"] is None:
+    if record.config.emulation is None or not s["paced_ops"]:
         return []
     low_class = " with a low class" if cluster.qos else ""
     return [
@@ -99,8 +99,9 @@ def _links(s: Mapping[str, Any]) -> str:
     if s["link_rate_frac_min"] is None:
         return "not measured"
     low, high = s["link_rate_frac_min"], s["link_rate_frac_max"]
-    rate, trip, buffers = format_rate(s["link_bytes_per_s"]), _seconds(s["round_trip_s_p50"]), _seconds(s["buffers_s"])
-    return f"{low:.3f}-{high:.3f} of {rate}, round trip {trip}, a block and its buffers {buffers}"
+    rate, trip = format_rate(s["link_bytes_per_s"]), _seconds(s["round_trip_s_p50"])
+    underway = "" if s["buffers_s"] is None else f", a checkpoint has {_seconds(s['buffers_s'])} underway"
+    return f"{low:.3f}-{high:.3f} of {rate}, round trip {trip}{underway}"
 
 
 def _percent(frac: float | None) -> str:

@@ -114,10 +114,7 @@ class ReplicatingSystem(CheckpointSystem):
         return self._latest_local or None
 
     def drain(self, timeout_s: Seconds) -> None:
-        self._settle(timeout_s)
-        if self._waiting is not None:
-            self._start(self._waiting)
-            self._settle(timeout_s)
+        self._finish(timeout_s)
         if self._counters.failed_saves:
             raise CapricornError(
                 f"{self._counters.failed_saves} saves failed on rank {self._job.rank}, "
@@ -217,6 +214,13 @@ class ReplicatingSystem(CheckpointSystem):
         self._executor.settle(self._completion.pending, timeout_s)
         self._completion.ask()
         self._learn()
+
+    def _finish(self, timeout_s: Seconds) -> None:
+        """Blocks until all that was requested is in place or has failed, also what could not start yet."""
+        self._settle(timeout_s)
+        if self._waiting is not None:
+            self._start(self._waiting)
+            self._settle(timeout_s)
 
     def _forget_after(self, iteration: int) -> None:
         """Once, before the first save: empties what an abandoned attempt has left of later iterations."""
