@@ -56,8 +56,7 @@ def main() -> None:
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60)
     )
     links = Links(Path(sys.argv[6]), has_low_class=stream == "low") if len(sys.argv) > 6 else None
-    found = {peer: links.route(rank, peer) for peer in range(num_ranks)} if links else {}
-    routes = {peer: route for peer, route in found.items() if route is not None}
+    routes = links.routes(rank, range(num_ranks)) if links else {}
     network, hosts = Network(dist.group.WORLD, routes), addresses.split(",")
     listener, done, sent = socket.create_server((hosts[rank], PORT)), threading.Event(), [0]
     threads = [threading.Thread(target=_drain, args=(listener,), daemon=True)]

@@ -120,6 +120,8 @@ class ClusterConfig(Frozen):
                 raise ConfigError(f"cluster.{key} means nothing on --cluster {self.name}: {reason}")
 
 
+BACKWARD = 2
+"""How much longer the backward of an op takes than its forward."""
 MIN_GATE_FRAC = 0.5
 """Of attention and gate of an MoE layer together, what the gate gets at least: it is light on a device, but not here,
 where it sorts and counts on the CPU. Their sum, which is the span a checkpoint can use, stays as modelled."""

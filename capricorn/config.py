@@ -16,6 +16,7 @@ from capricorn.topology import Topology, expert_split
 from capricorn.units import KIB, BytesPerSecond
 from capricorn.values import ByteCount, Frozen, build, require
 
+ROUTER = "router"
 FAULT_KINDS = ("kill", "kill-all", "node-loss")
 
 
@@ -106,7 +107,7 @@ class Emulation(Frozen):
 class LoadsConfig(Frozen):
     """Where the loads of the experts come from: the router, a phase of the synthetic generator, or a trace file."""
 
-    source: str = Field(default="router", description="router, a phase, or an npz file")
+    source: str = Field(default=ROUTER, description="router, a phase, or an npz file")
     first: int = Field(default=1, gt=0, le=100_000, description="iteration of the phase or trace to start at")
 
 
@@ -257,7 +258,7 @@ class Scenario(Frozen):
                 f"as {model.name} (fairscale Top2Gate) needs; change model.batch_size or model.seq_len",
             )
             require(
-                self.loads.source == "router",
+                self.loads.source == ROUTER,
                 f"--loads {self.loads.source}: {model.name} is routed by fairscale's gate, whose experts take a fixed "
                 "number of rows; use --loads router",
             )

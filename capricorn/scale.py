@@ -22,13 +22,13 @@ from capricorn.workload import (
     ACTIVATION_BYTES,
     PASSES,
     Work,
-    checkpoint_bytes,
     flops_per_s,
     flops_per_token,
     layers_of,
     link_of,
-    remote_frac,
+    remote_bytes,
     storage_of,
+    times,
     times_of,
     work_of,
 )
@@ -188,15 +188,15 @@ def _small(work: Work, hidden: int, seq_len: int, vocab_size: int, ffn: int) -> 
 def _rows_bytes(model: ModelConfig, cluster: ClusterConfig) -> float:
     """What one all-to-all takes out of a node here."""
     rows = cluster.ranks_per_node * model.tokens_per_rank * model.top_k
-    return rows * model.hidden * VALUE_BYTES * remote_frac(cluster)
+    return remote_bytes(rows * model.hidden * VALUE_BYTES, cluster)
 
 
 def _error(model: ModelConfig, work: Work, byte_factor: float) -> float:
     """Relative deviation of the state and of the rows from their aims."""
     fold = num_moe_layers(work.model) / num_moe_layers(model)
-    rows = work.rows * work.model.hidden * ACTIVATION_BYTES * remote_frac(work.cluster) * fold
+    rows_bytes = remote_bytes(work.rows * work.model.hidden * ACTIVATION_BYTES, work.cluster) * fold
     by_state = abs(total_params(model) * byte_factor / total_params(work.model) - 1)
-    return by_state + abs(_rows_bytes(model, work.cluster) * byte_factor / rows - 1)
+    return by_state + abs(_rows_bytes(model, work.cluster) * byte_factor / rows_bytes - 1)
 
 
 def _badness(model: ModelConfig, work: Work, byte_factor: float, compute_s: Seconds) -> float:
@@ -244,14 +244,8 @@ def _check_pace(pace: Pace, model: ModelConfig, scenario: Scenario) -> None:
 
 
 def _times_here(model: ModelConfig, pace: Pace, cluster: ClusterConfig, replicas: int) -> Times:
-    layers, rate = layers_of(model), cluster.rate
-    rows = model.tokens_per_rank * model.top_k
+    layers, rows = layers_of(model), model.tokens_per_rank * model.top_k
     moe = pace.gate_s + pace.expert_s_per_row * rows + pace.shared_s
     forward = pace.attention_s * layers["attention"] + moe * layers["expert"] + pace.dense_s * layers["dense"]
-    reduced = 2 * remote_frac(cluster) * VALUE_BYTES * dense_params(model)
-    return Times(
-        compute_s=PASSES * (forward + pace.head_s),
-        all_to_all_s=4 * layers["expert"] * _rows_bytes(model, cluster) / rate,
-        reduce_s=reduced / rate,
-        checkpoint_s=checkpoint_bytes(model, cluster, replicas) / rate,
-    )
+    compute_s, rows_bytes = PASSES * (forward + pace.head_s), _rows_bytes(model, cluster)
+    return times(model, cluster, replicas, compute_s=compute_s, rows_bytes=rows_bytes, rate=cluster.rate)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from capricorn.cluster import DEVICES, STORAGES, ClusterConfig, Times
+from capricorn.cluster import BACKWARD, DEVICES, STORAGES, ClusterConfig, Times
 from capricorn.config import ModelConfig, Scenario
 from capricorn.errors import ConfigError, unknown_name
 from capricorn.sizing import (
@@ -15,12 +15,12 @@ from capricorn.sizing import (
     num_moe_layers,
     total_params,
 )
-from capricorn.units import BytesPerSecond
+from capricorn.units import BytesPerSecond, Seconds
 
 ACTIVATION_BYTES, GRADIENT_BYTES = 2, 4
 """Of a value that real systems exchange between experts (bf16), and of a gradient they reduce (fp32)."""
-PASSES = 3
-"""Forward, and backward at twice its length."""
+PASSES = 1 + BACKWARD
+"""The forward of an op and its backward, in times of its forward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,20 +99,30 @@ def times_of(work: Work) -> Times:
     model, cluster = work.model, work.cluster
     flops, layers = flops_per_token(model), layers_of(model)
     per_token = PASSES * sum(flops[op] * layers[op] for op in flops)
-    exchanged = 4 * layers["expert"] * work.rows * model.hidden * ACTIVATION_BYTES * remote_frac(cluster)
-    reduced = 2 * remote_frac(cluster) * GRADIENT_BYTES * dense_params(model)
+    compute_s = work.tokens * per_token / flops_per_s(cluster)
+    rows_bytes = remote_bytes(work.rows * model.hidden * ACTIVATION_BYTES, cluster)
+    return times(model, cluster, work.replicas, compute_s=compute_s, rows_bytes=rows_bytes, rate=link_of(cluster))
+
+
+def times(
+    model: ModelConfig,
+    cluster: ClusterConfig,
+    replicas: int,
+    *,
+    compute_s: Seconds,
+    rows_bytes: float,
+    rate: BytesPerSecond,
+) -> Times:
+    """An iteration that computes so long; one all-to-all takes `rows_bytes` out of a node, over links of `rate`."""
+    checkpoint_bytes = STATE_BYTES_PER_PARAM * total_params(model) / cluster.nodes * (replicas - 1)
     return Times(
-        compute_s=work.tokens * per_token / flops_per_s(cluster),
-        all_to_all_s=exchanged / link_of(cluster),
-        reduce_s=reduced / link_of(cluster),
-        checkpoint_s=checkpoint_bytes(model, cluster, work.replicas) / link_of(cluster),
+        compute_s=compute_s,
+        all_to_all_s=4 * num_moe_layers(model) * rows_bytes / rate,
+        reduce_s=2 * remote_bytes(GRADIENT_BYTES * dense_params(model), cluster) / rate,
+        checkpoint_s=checkpoint_bytes / rate,
     )
 
 
-def remote_frac(cluster: ClusterConfig) -> float:
-    """Part of evenly spread traffic that leaves the node."""
-    return (cluster.nodes - 1) / cluster.nodes
-
-
-def checkpoint_bytes(model: ModelConfig, cluster: ClusterConfig, replicas: int) -> float:
-    return STATE_BYTES_PER_PARAM * total_params(model) / cluster.nodes * (replicas - 1)
+def remote_bytes(num_bytes: float, cluster: ClusterConfig) -> float:
+    """What leaves the node, of traffic that is spread evenly over all nodes."""
+    return num_bytes * (cluster.nodes - 1) / cluster.nodes

@@ -19,7 +19,7 @@ from .output import console, print_json
 def doctor(scenario: Scenario, as_json: bool) -> int:
     """Check devices, memory, tmpfs, limits and systems against what a scenario needs."""
     from capricorn.harness.machine import checks
-    from capricorn.report.tables import checks_table, needs_table, scale_table
+    from capricorn.report.tables import checks_table, plan_table
     from capricorn.sizing import needs_of
 
     found = checks(scenario)
@@ -33,8 +33,6 @@ def doctor(scenario: Scenario, as_json: bool) -> int:
         facts = [dataclasses.asdict(check) for check in found]
         print_json({"ok": ok, "checks": facts, "needs": dataclasses.asdict(needs)})
     else:
-        if scenario.emulation is not None:
-            console().print(scale_table(scenario))
-        console().print(needs_table(scenario, needs))
+        console().print(plan_table(scenario, needs))
         console().print(checks_table(found))
     return 0 if ok else 1

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import rich_click as click
 
 from capricorn.cluster import LOCAL, ClusterConfig
-from capricorn.config import FaultSpec, Scenario
+from capricorn.config import ROUTER, FaultSpec, Scenario
 from capricorn.errors import ConfigError
 from capricorn.registry import check_system
 from capricorn.resolve import load_cluster, load_model, override, parse_ckpt
@@ -41,7 +41,7 @@ _SCENARIO_OPTIONS = (
     click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True),
     click.option("--cluster", default="local", show_default=True,
                  help="local, or what to make a scale model of: a preset or TOML file; see `list clusters`"),
-    click.option("--loads", default="router", show_default=True,
+    click.option("--loads", default=ROUTER, show_default=True,
                  help="router, warm-up, transient, settling, stable, balanced, or a trace (npz)"),
     click.option("--data", default="stdlib", show_default=True, help="text: a file, a folder, or stdlib"),
     click.option("--nnodes", type=_AT_LEAST_0, default=0, help="real machines, as torchrun's"),
@@ -99,7 +99,7 @@ def scenario_from(
     replicas: int | None = None,
     device: str = "auto",
     cluster: str = "local",
-    loads: str = "router",
+    loads: str = ROUTER,
     data: str = "stdlib",
     nnodes: int = 0,
     node_rank: int = 0,
@@ -155,11 +155,13 @@ def _given(**options: int | None) -> dict[str, int]:
 def _checked(scenario: Scenario) -> Scenario:
     """The scenario with its device resolved, once the names that no model checks are found to be known."""
     from capricorn.harness.machine import resolve_device
-    from capricorn.loads.given import given_shares
 
     check_system(scenario.system.name)
-    # Also reads a trace of loads, so that its faults are told before anything starts.
-    given_shares(scenario.loads, scenario.model, num_iterations=scenario.train.iterations, seed=scenario.train.seed)
+    if scenario.loads.source != ROUTER:
+        # Also reads a trace, so that its faults are told before anything starts; numpy takes a while to import.
+        from capricorn.loads.given import given_shares
+
+        given_shares(scenario.loads, scenario.model, num_iterations=scenario.train.iterations, seed=scenario.train.seed)
     if scenario.data.path != "stdlib" and not Path(scenario.data.path).exists():
         raise ConfigError(f"--data {scenario.data.path}: no such file or folder; name one, or stdlib")
     return resolve_device(scenario)

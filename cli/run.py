@@ -31,7 +31,7 @@ def run(scenario: Scenario, repeats: int, out: Path, as_json: bool, quiet: bool,
     if dry_run:
         return 0
     if scenario.emulation is not None and not (quiet or as_json):
-        _show_scale(scenario)
+        _show_needs(scenario)
     _make_folder(out)
     folders: list[Path] = []
     try:
@@ -87,17 +87,15 @@ def _print_tables(records: dict[Path, RunRecord], repeats: int) -> None:
         out.print(f"{folder}", soft_wrap=True)
 
 
-def _show_scale(scenario: Scenario) -> None:
-    from capricorn.report.tables import needs_table, scale_table
+def _show_needs(scenario: Scenario) -> None:
+    from capricorn.report.tables import plan_table
 
-    out = console()
-    out.print(scale_table(scenario))
-    out.print(needs_table(scenario, needs_of(scenario, cuda=False)))
+    console().print(plan_table(scenario, needs_of(scenario, cuda=False)))
 
 
 def _show_plan(scenario: Scenario, as_json: bool) -> None:
     from capricorn.harness.machine import checks
-    from capricorn.report.tables import checks_table, needs_table, scale_table
+    from capricorn.report.tables import checks_table, plan_table
 
     needs, found = needs_of(scenario, cuda=scenario.cluster.device == "cuda"), checks(scenario)
     config = scenario.model_dump(mode="json")
@@ -106,9 +104,7 @@ def _show_plan(scenario: Scenario, as_json: bool) -> None:
         print_json({"needs": dataclasses.asdict(needs), "checks": facts, "config": config})
         return
     out = console()
-    if scenario.emulation is not None:
-        out.print(scale_table(scenario))
-    out.print(needs_table(scenario, needs))
+    out.print(plan_table(scenario, needs))
     out.print(checks_table(found))
     for section, fields in config.items():
         values = " ".join(f"{key}={value}" for key, value in fields.items()) if isinstance(fields, dict) else fields

@@ -81,7 +81,7 @@ def test_a_slow_link_lets_a_whole_packet_through_at_once() -> None:
 
 
 def test_nodes_reach_the_store_at_the_switch(fifo: Fabric) -> None:
-    address, number = fifo.rendezvous_address
+    address, number = fifo.listener.getsockname()
     assert output(start(fifo.enter_node(1), "connect", address, str(number))) == "connected"
     fifo.listener.settimeout(10)
     connection, peer = fifo.listener.accept()
@@ -128,7 +128,7 @@ def least_seconds(num_bytes: int) -> float:
 
 
 def test_what_a_node_sends_is_not_faster_than_its_link(fifo: Fabric) -> None:
-    [(start_s, end_s)] = transfer((fifo.enter_node(0), fifo.enter_switch(), fifo.rendezvous_address[0], 0))
+    [(start_s, end_s)] = transfer((fifo.enter_node(0), fifo.enter_switch(), fifo.listener.getsockname()[0], 0))
     assert end_s - start_s >= least_seconds(NUM_BYTES)
 
 
@@ -271,7 +271,7 @@ try:
 except FabricError as error:
     print(error)
 fabric = Fabric.build(shape, unprivileged=True)
-entry, (address, port) = fabric.enter_node(1), fabric.rendezvous_address
+entry, (address, port) = fabric.enter_node(1), fabric.listener.getsockname()
 command = [*entry.prefix, "tests.traffic", "connect", address, str(port)]
 print(subprocess.run(command, pass_fds=entry.pass_fds, capture_output=True, text=True).stdout)
 fabric.close()

@@ -19,9 +19,7 @@ SENT = [[2, 0, 3], [1, 1, 0], [0, 4, 2]]
 def network(links: Path | None, rank: int, num_ranks: int) -> Network:
     if links is None:
         return Network(dist.group.WORLD)
-    opened = Links(links)
-    routes = {peer: route for peer in range(num_ranks) if (route := opened.route(rank, peer)) is not None}
-    return Network(dist.group.WORLD, routes)
+    return Network(dist.group.WORLD, Links(links).routes(rank, range(num_ranks)))
 
 
 def exchange(rank: int, num_ranks: int, links: Path | None) -> tuple[torch.Tensor, torch.Tensor, float]:

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capricorn.cluster import Pace
+from capricorn.cluster import BACKWARD, Pace
 from capricorn.config import ModelConfig
-from capricorn.emulation.pacer import BACKWARD, Pacer
+from capricorn.emulation.pacer import Pacer
 from capricorn.hooks import NO_LAYER, HookChain, OpKey, TrainerHook
 from capricorn.resolve import load_model
 

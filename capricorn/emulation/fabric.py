@@ -62,7 +62,6 @@ class Fabric:
         """Takes over the descriptors that the builder sent."""
         self.listener = socket.socket(fileno=fds[-1])
         """Listens at the switch, where any node reaches it whichever node is lost."""
-        self.rendezvous_address: tuple[str, int] = self.listener.getsockname()
         self._fds = list(fds[:-1])
         self._user = tuple(fds[: -shape.num_nodes - 2])
         self._switch = fds[-shape.num_nodes - 2]

@@ -7,14 +7,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from capricorn.cluster import Pace
+from capricorn.cluster import BACKWARD, Pace
 from capricorn.config import ModelConfig
 from capricorn.hooks import OpKey, TrainerHook
 from capricorn.topology import expert_split
 from capricorn.units import Seconds
-
-BACKWARD = 2
-"""How much longer the backward of an op takes than its forward."""
 
 
 class Pacer(TrainerHook):

@@ -104,6 +104,11 @@ class Links:
         links = [self._links[f"out{source}"], self._links[f"in{target}"]]
         return Route(links, has_low_class=self._has_low_class)
 
+    def routes(self, source: int, targets: Sequence[int]) -> dict[int, Route]:
+        """By position in `targets`, which are nodes: the way there; none to the source itself."""
+        found = ((position, self.route(source, target)) for position, target in enumerate(targets))
+        return {position: route for position, route in found if route is not None}
+
     def close(self) -> None:
         """Gives up the links; the files stay."""
         for link in self._links.values():

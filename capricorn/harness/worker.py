@@ -178,9 +178,8 @@ class Worker:
             return {}
         scenario = self._job.scenario
         links, topology = Links(self._job.links_dir, has_low_class=scenario.cluster.qos), scenario.topology
-        node = topology.node_of(self._rank)
-        routes = {rank: links.route(node, topology.node_of(rank)) for rank in range(topology.world_size)}
-        return {rank: route for rank, route in routes.items() if route is not None}
+        node_of_rank = [topology.node_of(rank) for rank in range(topology.world_size)]
+        return links.routes(node_of_rank[self._rank], node_of_rank)
 
     def _restore(self) -> None:
         try:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from capricorn.config import LoadsConfig, ModelConfig
+from capricorn.config import ROUTER, LoadsConfig, ModelConfig
 from capricorn.errors import unknown_name
 from capricorn.loads.synthetic import PHASES, synthetic_shares
 from capricorn.loads.trace import Shares, trace_shares
 from capricorn.sizing import num_moe_layers
-
-ROUTER = "router"
 
 
 def given_shares(loads: LoadsConfig, model: ModelConfig, *, num_iterations: int, seed: int) -> Shares | None:

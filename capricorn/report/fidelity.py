@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from capricorn.config import Scenario
+from capricorn.emulation.ground import PACED
 from capricorn.emulation.route import QUANTUM_BYTES
 from capricorn.records import CPU, LINKS, PACE, CpuSample, LinkSample, PaceSample, read_samples
 from capricorn.units import BytesPerSecond, Seconds
@@ -49,7 +50,7 @@ def _buffers_s(scenario: Scenario, link_bytes_per_s: BytesPerSecond) -> Seconds 
     system = scenario.system
     if system.name == "none" or system.every == 0:
         return None
-    if scenario.cluster.links == "paced":
+    if scenario.cluster.links == PACED:
         return QUANTUM_BYTES / link_bytes_per_s
     return (system.block_bytes + 2 * system.send_buffer_bytes) / link_bytes_per_s
 

@@ -9,11 +9,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from capricorn.cluster import ClusterConfig, Times
+from capricorn.cluster import Times
 from capricorn.config import Scenario
 from capricorn.records import RecoverySample, RunRecord
 from capricorn.sizing import Needs, num_moe_layers, total_params
-from capricorn.units import BytesPerSecond, Seconds, format_bytes, format_rate, format_seconds
+from capricorn.units import Seconds, format_bytes, format_rate, format_seconds
+from capricorn.workload import link_of
 
 if TYPE_CHECKING:
     from capricorn.harness.machine import Check
@@ -136,8 +137,14 @@ def _verdict(verdict: str) -> Text:
 # --- needs, checks, names, copies --------------------------------------------------------------------------------
 
 
-def needs_table(scenario: Scenario, needs: Needs) -> RenderableType:
-    """The bytes a scenario takes, before anything starts."""
+def plan_table(scenario: Scenario, needs: Needs) -> RenderableType:
+    """Before anything starts: what an emulation stands for, and the bytes a scenario takes."""
+    scale = [] if scenario.emulation is None else [_scale_table(scenario)]
+    return Group(*scale, _needs_table(scenario, needs))
+
+
+def _needs_table(scenario: Scenario, needs: Needs) -> RenderableType:
+    """The bytes a scenario takes."""
     table = _pairs()
     table.add_row("state of a rank", format_bytes(needs.shard_bytes))
     table.add_row("training, a rank", format_bytes(needs.device_bytes))
@@ -147,13 +154,12 @@ def needs_table(scenario: Scenario, needs: Needs) -> RenderableType:
     return Group(Text(f"{describe(scenario)} needs", style="bold"), table)
 
 
-def scale_table(scenario: Scenario) -> RenderableType:
+def _scale_table(scenario: Scenario) -> RenderableType:
     """What a scale model stands for, and how its proportions compare with the target's."""
     emulation, cluster, model = scenario.emulation, scenario.cluster, scenario.model
     assert emulation is not None
     here, there, target = emulation.here, emulation.there, emulation.target
     title = Text(f"{model.name} on {cluster.nodes} nodes of {cluster.name}, as a scale model", style="bold")
-    table = _table("", "there", "here")
     if there is None or target is None:
         table = _table("", "there and here")
         rows = [(label, _seconds(getattr(here, f"{key}_s"))) for key, label in PARTS.items()]
@@ -161,13 +167,14 @@ def scale_table(scenario: Scenario) -> RenderableType:
         for row in rows:
             table.add_row(*row)
         return Group(title, table)
+    table = _table("", "there", "here")
     devices = f"{cluster.devices_per_node} x {cluster.accelerator or 'device'}"
     tokens = emulation.tokens_per_device * cluster.devices_per_node
     table.add_row("node", devices, f"{_count(cluster.ranks_per_node, 'rank')}, paced")
     table.add_row("parameters", _params(total_params(target)), _params(total_params(model)))
     table.add_row("MoE layers", str(num_moe_layers(target)), str(num_moe_layers(model)))
     table.add_row("tokens of a node", f"{tokens:,.0f}", f"{model.tokens_per_rank * cluster.ranks_per_node:,}")
-    table.add_row("link of a node", *map(format_rate, (_link_there(cluster), emulation.link_bytes_per_s)))
+    table.add_row("link of a node", *map(format_rate, (link_of(cluster), emulation.link_bytes_per_s)))
     table.add_row("time", "1 s", _seconds(emulation.time_factor))
     table.add_row("bytes", f"{emulation.byte_factor:,.0f}", "1")
     for key, label in PARTS.items():
@@ -180,10 +187,6 @@ def _part(times: Times, key: str) -> str:
     """One part of an iteration, and how it compares to computing, which is what must be equal there and here."""
     seconds: Seconds = getattr(times, f"{key}_s")
     return f"{_seconds(seconds)} ({seconds / times.compute_s:.3f})"
-
-
-def _link_there(cluster: ClusterConfig) -> BytesPerSecond:
-    return (cluster.link_bytes_per_s or 0.0) * cluster.link_efficiency
 
 
 def checks_table(checks: Sequence[Check]) -> RenderableType:
