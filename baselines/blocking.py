@@ -14,6 +14,7 @@ class Blocking(ReplicatingSystem):
     """
 
     name: ClassVar[str] = "blocking"
+    plans: ClassVar[bool] = False
 
     def after_update(self, iteration: int) -> None:
         super().after_update(iteration)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from benchmarks import checksums, hiding, hooks, links, slowdown, staging, transport
+from benchmarks import checksums, hiding, hooks, links, planning, slowdown, staging, transport
 
 BENCHMARKS: dict[str, Callable[[], None]] = {
     "staging": staging.main,
@@ -14,6 +14,7 @@ BENCHMARKS: dict[str, Callable[[], None]] = {
     "hooks": hooks.main,
     "links": links.main,
     "hiding": hiding.main,
+    "planning": planning.main,
     "slowdown": slowdown.main,
 }
 

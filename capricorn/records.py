@@ -54,10 +54,28 @@ class IterationSample(Frozen):
     rss_bytes: Bytes = 0
     """Resident memory of the process, without the memory store that it maps."""
     collision_s: Seconds = 0.0
+    """What colliding bytes take at the measured rate of the link."""
     overflow_s: Seconds = 0.0
+    """How long the update waited for bytes to leave."""
     replanned: bool = False
     profile_s: Seconds = 0.0
     plan_s: Seconds = 0.0
+    planned_bytes: Bytes = 0
+    """Of the plan made in it: what fits the idle spans."""
+    hidden_bytes: Bytes = 0
+    """Sent while the link was idle."""
+    colliding_bytes: Bytes = 0
+    """Sent while an all-to-all or a reduction moved bytes on this rank."""
+    overflow_bytes: Bytes = 0
+    """Sent while the update waited for them."""
+    drift: float = 0.0
+    """Of the expert loads since the plan."""
+    risk: float = 0.0
+    """Quantile of their durations to which idle spans are filled."""
+    idle_s: Seconds = 0.0
+    """Of all idle spans, as measured last; 0 is never."""
+    link_bytes_per_s: BytesPerSecond = 0.0
+    """As measured on line; 0 is not yet."""
 
 
 class OpSample(Frozen):

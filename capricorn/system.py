@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from capricorn.config import SystemConfig
+from capricorn.config import PlannerConfig, SystemConfig
 from capricorn.hooks import TrainerHook
 from capricorn.topology import Topology
-from capricorn.units import Bytes, Seconds
+from capricorn.units import Bytes, BytesPerSecond, Seconds
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +45,7 @@ class JobContext:
     """Address of this node's own interface."""
     routes: Mapping[int, PacedRoute] = field(default_factory=dict)
     """By rank: the way there where links are modelled in user space; what is sent must pass through it."""
+    planner: PlannerConfig = field(default_factory=PlannerConfig)
     storage_dir: Path | None = None
     """Clocks of a modelled storage; what is written to storage or read from it must be charged to them."""
 
@@ -120,6 +121,33 @@ class ChunkEvent:
     num_bytes: Bytes
 
 
+@dataclass(slots=True)
+class Planning:
+    """What a planner and its traffic did in one iteration on this rank; bytes are those that were sent in it."""
+
+    profile_s: Seconds = 0.0
+    plan_s: Seconds = 0.0
+    replanned: bool = False
+    planned_bytes: Bytes = 0
+    """Of the plans made in it: what fits the idle spans."""
+    hidden_bytes: Bytes = 0
+    """Sent while the link was idle."""
+    colliding_bytes: Bytes = 0
+    """Sent while a communication moved bytes."""
+    overflow_bytes: Bytes = 0
+    """Sent while an update waited for them."""
+    collision_s: Seconds = 0.0
+    overflow_s: Seconds = 0.0
+    drift: float = 0.0
+    """Of the expert loads since the plan."""
+    risk: float = 0.0
+    """Quantile of their durations to which idle spans are filled."""
+    idle_s: Seconds = 0.0
+    """Of all idle spans, as measured last."""
+    link_bytes_per_s: BytesPerSecond = 0.0
+    """As measured on line."""
+
+
 @dataclass(frozen=True, slots=True)
 class RestoreReport:
     """Where a restored state came from and how long each part took."""
@@ -192,3 +220,7 @@ class CheckpointSystem(TrainerHook, abc.ABC):
     def take_events(self) -> list[ChunkEvent]:
         """Transfers finished since the last call, for the timeline."""
         return []
+
+    def take_planning(self) -> Planning:
+        """What planning did since the last call."""
+        return Planning()

@@ -11,6 +11,7 @@ import rich_click as click
 import capricorn
 from capricorn.errors import CapricornError
 
+from .ablate import ablate
 from .clean import clean
 from .doctor import doctor
 from .inspect import inspect
@@ -27,7 +28,7 @@ def app() -> None:
     """Train a mixture of experts, checkpoint it in memory at every iteration, and measure what that costs."""
 
 
-for _command in (run, list_names, inspect, doctor, clean):
+for _command in (run, ablate, list_names, inspect, doctor, clean):
     app.add_command(_command)
 
 

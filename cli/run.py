@@ -32,7 +32,7 @@ def run(scenario: Scenario, repeats: int, out: Path, as_json: bool, quiet: bool,
         return 0
     if scenario.emulation is not None and not (quiet or as_json):
         _show_needs(scenario)
-    _make_folder(out)
+    make_folder(out)
     folders: list[Path] = []
     try:
         _measure(scenario, out, repeats, folders, quiet=quiet or as_json, verbose=verbose)
@@ -54,7 +54,8 @@ def _measure(scenario: Scenario, out: Path, repeats: int, folders: list[Path], *
             launch(scenario, out, listener)
 
 
-def _make_folder(out: Path) -> None:
+def make_folder(out: Path) -> None:
+    """Makes the folder of runs, or raises ConfigError."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

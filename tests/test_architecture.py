@@ -21,11 +21,11 @@ LAYERS = (
     {"registry"},
     {"runtime", "loads"},
     {"emulation"},
-    {"harness", "baselines", "report"},
+    {"harness", "baselines", "report", "replay"},
     {"cli"},
 )
 LAYER_OF = {unit: number for number, layer in enumerate(LAYERS) for unit in layer}
-TORCH_FREE = set.union(*LAYERS[: LAYER_OF["registry"] + 1], {"cli", "capricorn"})
+TORCH_FREE = set.union(*LAYERS[: LAYER_OF["registry"] + 1], {"replay", "cli", "capricorn"})
 
 MAX_LINES, MAX_BASELINE_LINES = 330, 150
 

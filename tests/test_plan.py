@@ -5,13 +5,29 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capricorn.planner.plan import StreamPlanner
+from capricorn.planner.link import LinkModel
+from capricorn.planner.plan import Chunk, Limit, Plan, StreamPlanner
 
 
-@given(st.integers(0, 1 << 20), st.integers(1 << 10, 1 << 16))
-def test_chunks_tile_the_shard_once(shard_bytes: int, chunk_bytes: int) -> None:
-    chunks = StreamPlanner(shard_bytes, chunk_bytes).plan(1).chunks
-    ends = [0, *(chunk.offset + chunk.num_bytes for chunk in chunks)]
-    assert [chunk.offset for chunk in chunks] == ends[:-1]
-    assert ends[-1] == shard_bytes
-    assert all(0 < chunk.num_bytes <= chunk_bytes for chunk in chunks)
+@given(st.integers(0, 1 << 20), st.integers(0, 3), st.integers(1 << 10, 1 << 16))
+def test_chunks_tile_the_shard_once_for_each_replica(shard_bytes: int, num_replicas: int, chunk_bytes: int) -> None:
+    chunks = StreamPlanner(shard_bytes, num_replicas, chunk_bytes).plan(1, LinkModel(0.0, 1e6)).chunks
+    assert [chunk.replica for chunk in chunks] == sorted(chunk.replica for chunk in chunks)
+    for replica in range(num_replicas):
+        own = [chunk for chunk in chunks if chunk.replica == replica]
+        ends = [0, *(chunk.offset + chunk.num_bytes for chunk in own)]
+        assert [chunk.offset for chunk in own] == ends[:-1]
+        assert ends[-1] == shard_bytes
+    assert all(0 < chunk.num_bytes <= chunk_bytes and chunk.replica < num_replicas for chunk in chunks)
+
+
+def test_a_stream_is_all_overflow() -> None:
+    planner = StreamPlanner(1000, 2, 300)
+    plan = planner.plan(1, LinkModel(0.0, 1e6))
+    assert (plan.planned_bytes, plan.overflow_bytes) == (0, 2000)
+    assert not planner.wants_profile(1)
+
+
+def test_what_is_planned_and_what_overflows_make_up_the_whole() -> None:
+    plan = Plan((Chunk(0, 10, 0), Chunk(10, 5, 1), Chunk(15, 7, 2)), (Limit(1.0, 10), Limit(1.0, 5)))
+    assert (plan.planned_bytes, plan.overflow_bytes) == (15, 7)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from capricorn.emulation.pacer import Pacer
@@ -95,6 +95,7 @@ class Recorder(TrainerHook):
             completed=tuple(self._system.take_completed()),
             failed_saves=now.failed_saves - before.failed_saves,
             rss_bytes=_rss_bytes(),
+            **asdict(self._system.take_planning()),
         )
         append(self._dir / ITERATIONS, sample)
         self._before = replace(now)

@@ -157,6 +157,7 @@ class Worker:
             device=device,
             control_group=self._control,
             config=scenario.system,
+            planner=scenario.planner,
             store_dir=self._job.node_dir(scenario.launch.node_rank if scenario.launch.nnodes else node),
             address=own_address(os.environ["MASTER_ADDR"]) if scenario.launch.nnodes else self._job.addresses[node],
             routes=self._routes,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import zipfile
 import zlib
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +38,25 @@ def cap_shares(load: npt.ArrayLike, top_k: int) -> Shares:
         total = np.maximum(rest.sum(-1, keepdims=True), np.finfo(np.float64).tiny)
         share = np.where(full, cap, rest * (room / total))
     return np.minimum(share, cap)
+
+
+class TraceSize(NamedTuple):
+    """How much a trace holds."""
+
+    last: int
+    """Iteration of its last sample."""
+    num_layers: int
+    num_experts: int
+
+
+def trace_size(path: Path) -> TraceSize:
+    """What there is to take from a trace.
+
+    Raises:
+        ConfigError: the file cannot be read or is no trace.
+    """
+    iterations_S, load_SME = _read(path)
+    return TraceSize(int(iterations_S[-1]), *load_SME.shape[1:])
 
 
 def trace_shares(

@@ -10,6 +10,9 @@ import torch
 import torch.distributed as dist
 
 from capricorn.runtime.executor import Save
+from capricorn.units import Seconds
+
+NANOSECONDS = 10**9
 
 
 class Completion:
@@ -21,8 +24,10 @@ class Completion:
     def __init__(self, group: dist.ProcessGroup, latest: int = 0) -> None:
         self.latest = latest
         self.pending: Save | None = None
+        self.losses_s: tuple[Seconds, Seconds] = (0.0, 0.0)
+        """The greatest losses of all ranks, as the last answer had them."""
         self._group = group
-        self._votes = torch.zeros(2, dtype=torch.int64)
+        self._votes = torch.zeros(4, dtype=torch.int64)
         self._work: dist.Work | None = None
 
     def expect(self, save: Save) -> None:
@@ -30,20 +35,32 @@ class Completion:
         assert self.pending is None
         self.pending = save
 
-    def ask(self) -> None:
-        """Starts a reduction of whether the pending save has settled, and succeeded, on every rank."""
+    @property
+    def may_ask(self) -> bool:
+        """Whether `ask` starts a reduction, or the last one is not taken yet or there is nothing to ask."""
+        return self.pending is not None and self._work is None
+
+    def ask(self, losses_s: tuple[Seconds, Seconds] = (0.0, 0.0)) -> None:
+        """Starts a reduction of whether the pending save has settled, and succeeded, on every rank.
+
+        On the way it finds the greatest of the ranks' losses.
+        """
         if self.pending is None or self._work is not None:
             return
         self._votes[0] = int(self.pending.is_settled)
         self._votes[1] = int(self.pending.is_complete)
+        for index, loss_s in enumerate(losses_s, 2):
+            self._votes[index] = -round(loss_s * NANOSECONDS)
         self._work = dist.all_reduce(self._votes, dist.ReduceOp.MIN, group=self._group, async_op=True)
 
     def learn(self) -> bool:
         """Takes the answer of the last `ask`; whether nothing is pending any more."""
+        self.losses_s = (0.0, 0.0)
         if self._work is not None:
             self._work.wait()
             self._work = None
             settled, complete = bool(self._votes[0]), bool(self._votes[1])
+            self.losses_s = (-int(self._votes[2]) / NANOSECONDS, -int(self._votes[3]) / NANOSECONDS)
             if settled and self.pending is not None:
                 self.latest = self.pending.iteration if complete else self.latest
                 self.pending = None

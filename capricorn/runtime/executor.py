@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from queue import SimpleQueue
 
 from capricorn.errors import CapricornError, StoreError
+from capricorn.planner.link import LinkEstimator, LinkModel
 from capricorn.planner.plan import Plan
+from capricorn.runtime.gate import Gate
 from capricorn.runtime.priority import give_way
 from capricorn.runtime.slot import Slot, checksum
 from capricorn.runtime.staging import Stager
@@ -65,6 +67,9 @@ class Save:
                 self.failures.append(failure)
             self._changed.notify_all()
 
+    def is_block_staged(self, index: int) -> bool:
+        return self._staged_blocks > index
+
     def wait_block(self, index: int, timeout_s: Seconds) -> bool:
         """Waits until a block is staged; False if staging failed or took longer."""
         with self._changed:
@@ -97,6 +102,27 @@ class Save:
         return self.is_settled and not self.failures
 
 
+class _Transfer:
+    """A transfer that was not interrupted so far."""
+
+    def __init__(self, begin_s: Seconds, in_flight_bytes: Bytes) -> None:
+        """`in_flight_bytes` were handed to the network before and not acknowledged."""
+        self.begin_s = self.end_s = begin_s
+        self.num_bytes: Bytes = 0
+        self.left_bytes = self._before_bytes = in_flight_bytes
+
+    def add(self, num_bytes: Bytes, left_bytes: Bytes) -> None:
+        """Bytes were handed to the network just now; of all, `left_bytes` are not acknowledged."""
+        self.end_s = time.perf_counter()
+        self.num_bytes += num_bytes
+        self.left_bytes = left_bytes
+
+    @property
+    def moved_bytes(self) -> Bytes:
+        """What was acknowledged from its begin to its end."""
+        return self.num_bytes + self._before_bytes - self.left_bytes
+
+
 class Executor:
     """The threads of one rank; a save is handed in by the training thread once the one before has settled."""
 
@@ -108,10 +134,15 @@ class Executor:
         stager: Stager,
         links: Sequence[ReplicaLink],
         *,
+        gate: Gate,
         timeout_s: Seconds,
         gives_way: bool,
     ) -> None:
         self.staged_bytes: Bytes = 0
+        self._gate = gate
+        self._estimator = LinkEstimator()
+        self._lock = threading.Lock()
+        self._sent: list[ChunkEvent] = []
         self._events: deque[ChunkEvent] = deque(maxlen=MAX_EVENTS)
         self._store, self._owner, self._attempt = store, owner, attempt
         self._stager, self._links, self._timeout_s = stager, links, timeout_s
@@ -151,11 +182,24 @@ class Executor:
 
     def settle(self, save: Save, timeout_s: Seconds) -> None:
         """Waits until all copies of a save are in place or have failed; those that are late by then have failed."""
+        self._gate.hurry(True)
         if not save.wait_settled(timeout_s):
             late = "replicas were not acknowledged within " + format_seconds(timeout_s)
             for link in self._links:
                 link.close()
             save.give_up(late)
+        self._gate.hurry(False)
+
+    def link_model(self) -> LinkModel | None:
+        """What a transfer takes, as measured so far."""
+        with self._lock:
+            return self._estimator.model()
+
+    def take_sent(self) -> list[ChunkEvent]:
+        """Uninterrupted transfers that ended since the last call, in that order."""
+        with self._lock:
+            taken, self._sent = self._sent, []
+        return sorted(taken, key=lambda event: event.begin_s)
 
     def take_events(self) -> list[ChunkEvent]:
         """Transfers finished since the last call."""
@@ -209,15 +253,41 @@ class Executor:
         slot = save.slot
         assert slot is not None
         link.begin(save.iteration, save.keep)
-        size = slot.layout.block_bytes
+        replica, size = self._links.index(link), slot.layout.block_bytes
+        transfer: _Transfer | None = None
+        in_flight_bytes = link.in_flight_bytes
         for chunk in save.plan.chunks:
-            begin_s = time.perf_counter()
-            for index in range(chunk.offset // size, -(-(chunk.offset + chunk.num_bytes) // size)):
-                if not save.wait_block(index, self._timeout_s):
-                    raise StoreError(f"iteration {save.iteration} was not staged")
-                link.send_block(save.iteration, index, slot.payload[slot.layout.block(index)], slot.table[index])
-            self._note("send", save, begin_s, chunk.num_bytes)
+            if chunk.replica != replica:
+                continue
+            stop = chunk.offset + chunk.num_bytes
+            is_held = not save.is_block_staged((stop - 1) // size)
+            if is_held and not save.wait_block((stop - 1) // size, self._timeout_s):
+                raise StoreError(f"iteration {save.iteration} was not staged")
+            is_overflow = chunk.span >= len(save.plan.limits)
+            if self._gate.wait(link.host, chunk.num_bytes, in_flight_bytes, is_overflow=is_overflow) or is_held:
+                self._end(transfer, save)
+                transfer = None
+            if transfer is None:
+                transfer = _Transfer(time.perf_counter(), link.in_flight_bytes)
+            link.send_range(save.iteration, slot, chunk.offset, stop)
+            in_flight_bytes = link.in_flight_bytes
+            transfer.add(chunk.num_bytes, in_flight_bytes)
+        self._end(transfer, save)
         link.commit(save.iteration)
+
+    def _end(self, transfer: _Transfer | None, save: Save) -> None:
+        """Notes an uninterrupted transfer, and what it tells of the link."""
+        if transfer is None:
+            return
+        end_s = transfer.end_s
+        if self._gate.link is not None:
+            end_s += transfer.left_bytes / self._gate.link.bytes_per_s
+        event = ChunkEvent("send", save.iteration, transfer.begin_s, end_s, transfer.num_bytes)
+        with self._lock:
+            self._sent.append(event)
+            if transfer.moved_bytes > 0:
+                self._estimator.note(transfer.moved_bytes, transfer.end_s - transfer.begin_s)
+        self._events.append(event)
 
     def _note(self, kind: str, save: Save, begin_s: Seconds, num_bytes: int) -> None:
         self._events.append(ChunkEvent(kind, save.iteration, begin_s, time.perf_counter(), num_bytes))

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from capricorn.config import SystemConfig
+from capricorn.config import PlannerConfig, SystemConfig
 from capricorn.errors import ConfigError, StoreError
 from capricorn.runtime.exchange import maximum
 from capricorn.runtime.store import RUN_PREFIX, NodeStore
@@ -23,6 +23,7 @@ def join_job(
     run_id: str,
     config: SystemConfig,
     *,
+    planner: PlannerConfig | None = None,
     device: torch.device | str = "cpu",
     address: str = "127.0.0.1",
     root: str | Path = "/dev/shm",
@@ -36,6 +37,7 @@ def join_job(
     Args:
         run_id: names the job; the same on all ranks and in all its attempts.
         config: `replicas` may not exceed the number of nodes.
+        planner: how system `capricorn` plans; by default as well as it can.
         device: where the state of this rank lives.
         address: of this node's own interface, by which its peers reach it.
         root: a tmpfs.
@@ -62,6 +64,7 @@ def join_job(
         device=torch.device(device),
         control_group=group,
         config=config,
+        planner=planner or PlannerConfig(),
         store_dir=_make_store(Path(root) / (RUN_PREFIX + run_id), run_id, topology.node_of(rank), topology),
         address=address,
     )

@@ -14,19 +14,22 @@ from capricorn.errors import CapricornError, StoreError
 from capricorn.hooks import OpKey
 from capricorn.planner.placement import hosts_of, owners_on
 from capricorn.planner.plan import Planner, StreamPlanner
+from capricorn.planner.planning import SpanPlanner
 from capricorn.runtime.completion import Completion
 from capricorn.runtime.exchange import barrier, gather_addresses, gather_layouts, share_secret
 from capricorn.runtime.executor import Executor
+from capricorn.runtime.gate import Gate
 from capricorn.runtime.handshake import Identity
 from capricorn.runtime.host import ReplicaHost
 from capricorn.runtime.recovery import Recovery
+from capricorn.runtime.scheduler import make_scheduler
 from capricorn.runtime.slot import Layout
 from capricorn.runtime.staging import make_stager, payload_of
 from capricorn.runtime.state import FlatState
 from capricorn.runtime.store import NodeStore
 from capricorn.runtime.transport import ReplicaLink
-from capricorn.system import CheckpointSystem, ChunkEvent, Counters, JobContext, RestoreReport
-from capricorn.units import Seconds
+from capricorn.system import CheckpointSystem, ChunkEvent, Counters, JobContext, Planning, RestoreReport
+from capricorn.units import Bytes, Seconds
 
 
 class ReplicatingSystem(CheckpointSystem):
@@ -38,6 +41,8 @@ class ReplicatingSystem(CheckpointSystem):
     """
 
     name: ClassVar[str] = "capricorn"
+    plans: ClassVar[bool] = True
+    """Whether idle spans are looked for; else all is sent as soon as it is staged."""
 
     def __init__(self) -> None:
         self._counters = Counters()
@@ -68,26 +73,50 @@ class ReplicatingSystem(CheckpointSystem):
         self._host.start({owner: layouts[owner] for owner in owners})
         addresses = gather_addresses(job.control_group, self._host.address)
         self._connect(me, {host: addresses[host] for host in hosts})
+        gate = Gate(is_reactive=job.planner.gate)
         stager = make_stager(state, slots, job.device)
         self._executor = Executor(
-            store, job.rank, job.attempt, stager, self._links, timeout_s=deadline_s, gives_way=gives_way
+            store, job.rank, job.attempt, stager, self._links, gate=gate, timeout_s=deadline_s, gives_way=gives_way
         )
+        planner = self._make_planner(hosts, state.num_bytes)
+        self._scheduler = make_scheduler(job, planner, gate, me.secret, hosts, owners)
         self._completion = Completion(job.control_group)
-        self._planner: Planner = StreamPlanner(state.num_bytes, job.config.block_bytes)
         self._recovery = Recovery(job.rank, job.control_group, store, [job.rank, *owners], self._links, job.attempt)
 
+    def on_iteration_begin(self, iteration: int) -> None:
+        self._scheduler.on_iteration_begin(iteration)
+
+    def on_op_begin(self, op: OpKey) -> None:
+        self._scheduler.on_op_begin(op)
+
+    def on_op_end(self, op: OpKey) -> None:
+        self._scheduler.on_op_end(op)
+        # The save before is late: ask again at every combine, so that the next starts as soon as that one has settled.
+        if self._waiting is not None and op.kind == "combine":
+            if self._learn():
+                self._start(self._waiting)
+            else:
+                self._ask()
+
+    def on_routed(self, layer: int, tokens_per_expert: Sequence[int]) -> None:
+        self._scheduler.on_routed(layer, tokens_per_expert)
+
     def before_update(self, iteration: int) -> None:
+        self._scheduler.learn()
         if self._waiting is not None:
+            begin_s = time.perf_counter()
             self._settle(self._timeout_s)
+            self._scheduler.overflow(time.perf_counter() - begin_s)
             self._start(self._waiting)
         save = self._completion.pending
         if save is not None:
             if not save.wait_staged(self._timeout_s):
                 raise StoreError(f"rank {self._job.rank}: iteration {save.iteration} is still not staged")
             self._latest_local = save.iteration if save.is_local else self._latest_local
-            self._completion.ask()
+            self._ask()
 
     def after_update(self, iteration: int) -> None:
+        self._scheduler.after_update(iteration)
         is_free = self._learn()
         if self._job.config.every == 0 or iteration % self._job.config.every:
             return
@@ -97,15 +126,13 @@ class ReplicatingSystem(CheckpointSystem):
             self._start(iteration)
         else:
             self._waiting = iteration
-            self._completion.ask()
+            self._scheduler.late()
+            self._ask()
 
-    def on_op_end(self, op: OpKey) -> None:
-        # The save before is late: ask again at every combine, so that the next starts as soon as that one has settled.
-        if self._waiting is not None and op.kind == "combine":
-            if self._learn():
-                self._start(self._waiting)
-            else:
-                self._completion.ask()
+    def on_iteration_end(self, iteration: int) -> None:
+        assert self._executor is not None
+        self._scheduler.book(self._executor.take_sent())
+        self._scheduler.on_iteration_end(iteration)
 
     def latest_complete(self) -> int | None:
         return self._completion.latest or None
@@ -138,6 +165,7 @@ class ReplicatingSystem(CheckpointSystem):
 
     def close(self) -> None:
         if self._executor is not None:
+            self._scheduler.close()
             self._executor.close()
         for link in self._links:
             link.close()
@@ -160,6 +188,15 @@ class ReplicatingSystem(CheckpointSystem):
 
     def take_events(self) -> list[ChunkEvent]:
         return self._executor.take_events() if self._executor is not None else []
+
+    def take_planning(self) -> Planning:
+        return self._scheduler.take()
+
+    def _make_planner(self, hosts: Sequence[int], shard_bytes: Bytes) -> Planner:
+        config = self._job.planner
+        if config.spans == "none" or not hosts or not self.plans:
+            return StreamPlanner(shard_bytes, len(hosts), self._job.config.block_bytes)
+        return SpanPlanner(config, rank=self._job.rank, hosts=hosts, shard_bytes=shard_bytes)
 
     def _peers(self, nodes_of: Callable[[int, int, int], list[int]]) -> list[int]:
         """Ranks that stand where we stand on other nodes."""
@@ -189,13 +226,19 @@ class ReplicatingSystem(CheckpointSystem):
     def _start(self, iteration: int) -> None:
         assert self._executor is not None
         self._waiting = None
-        save = self._executor.start(iteration, self._completion.latest, self._planner.plan(iteration))
+        plan = self._scheduler.plan(iteration, self._executor.link_model())
+        save = self._executor.start(iteration, self._completion.latest, plan)
         self._completion.expect(save)
+
+    def _ask(self) -> None:
+        if self._completion.may_ask:
+            self._completion.ask(self._scheduler.take_losses())
 
     def _learn(self) -> bool:
         """Takes what the last reduction said; whether no save is on its way any more."""
         save = self._completion.pending
         is_free = self._completion.learn()
+        self._scheduler.hear_losses(*self._completion.losses_s)
         if not is_free or save is None:
             return is_free
         if self._completion.latest == save.iteration:
@@ -212,7 +255,7 @@ class ReplicatingSystem(CheckpointSystem):
         assert self._executor is not None
         assert self._completion.pending is not None
         self._executor.settle(self._completion.pending, timeout_s)
-        self._completion.ask()
+        self._ask()
         self._learn()
 
     def _finish(self, timeout_s: Seconds) -> None:
@@ -234,4 +277,5 @@ class ReplicatingSystem(CheckpointSystem):
         """Sends the restored state to hosts that have lost it, so that the next failure finds all replicas again."""
         assert self._executor is not None
         lost = [link.host for link in self._links if link.host not in holders]
-        self._completion.expect(self._executor.resend(iteration, self._planner.plan(iteration), lost))
+        plan = self._scheduler.plan(iteration, None)
+        self._completion.expect(self._executor.resend(iteration, plan, lost))

@@ -7,7 +7,10 @@ has verified and acknowledged it. Knows no tensor and no training.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import socket
+import sys
+import termios
 from collections.abc import Iterator
 
 from capricorn.errors import TransportError
@@ -66,12 +69,32 @@ class ReplicaLink:
             self._open()
         self._send(Frame(Kind.BEGIN, iteration, size=keep))
 
-    def send_block(self, iteration: int, index: int, payload: memoryview, check: int) -> None:
-        """Sends one block; returns when the kernel has taken it, which is not yet delivery."""
-        frame = Frame(Kind.BLOCK, iteration, index, len(payload), check)
+    def send_range(self, iteration: int, slot: Slot, start: int, stop: int) -> None:
+        """Sends that range of a copy, which follows the one before; returns when the kernel has taken it.
+
+        That is not yet delivery. The header of a block goes in front of its first byte.
+        """
+        size = slot.layout.block_bytes
         with self._blame() as sock:
-            send_block(sock, frame, payload, self._route, low=self._low_class)
-        self.sent_bytes += len(payload)
+            for index in range(start // size, -(-stop // size)):
+                block = slot.layout.block(index)
+                payload = slot.payload[max(start, block.start) : min(stop, block.stop)]
+                if start <= block.start:
+                    frame = Frame(Kind.BLOCK, iteration, index, block.stop - block.start, slot.table[index])
+                    send_block(sock, frame, payload, self._route, low=self._low_class)
+                else:
+                    send_payload(sock, payload, self._route, low=self._low_class)
+        self.sent_bytes += stop - start
+
+    @property
+    def in_flight_bytes(self) -> Bytes:
+        """What the kernel has taken and the host has not acknowledged."""
+        sock = self._sock
+        if sock is None:
+            return 0
+        with contextlib.suppress(OSError, ValueError):  # closed meanwhile
+            return int.from_bytes(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+        return 0
 
     def commit(self, iteration: int) -> None:
         """Returns when the host has verified and committed the replica.
@@ -143,7 +166,7 @@ class ReplicaLink:
 
 
 def send_block(sock: socket.socket, frame: Frame, payload: memoryview, route: PacedRoute | None, *, low: bool) -> None:
-    """Sends a frame and its payload, through the modelled links if there are any.
+    """Sends a frame and its payload, or the first part of it, through the modelled links if there are any.
 
     Raises:
         TransportError: the connection ended or the deadline passed first.
@@ -152,7 +175,12 @@ def send_block(sock: socket.socket, frame: Frame, payload: memoryview, route: Pa
         send(sock, frame.pack(), payload)
         return
     send(sock, frame.pack())
-    for piece in route.pieces(payload, low=low):
+    send_payload(sock, payload, route, low=low)
+
+
+def send_payload(sock: socket.socket, payload: memoryview, route: PacedRoute | None, *, low: bool) -> None:
+    """Sends bytes of a payload, as `send_block` does."""
+    for piece in (payload,) if route is None else route.pieces(payload, low=low):
         send(sock, piece)
 
 

@@ -1,0 +1,1 @@
+"""Planners replayed over a series of expert loads, in virtual time."""

@@ -1,0 +1,81 @@
+"""When what the training thread has launched is reached: at once on the CPU, by events on a GPU.
+
+On a GPU the training thread runs ahead of the device, so the moment of a hook is not the moment of the op.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Protocol, TypeAlias
+
+import torch
+
+from capricorn.units import Seconds
+
+Reached: TypeAlias = Callable[[Seconds], None]
+"""Called with the time, by `time.perf_counter`, at which the moment was reached; must be short."""
+
+
+class Clock(Protocol):
+    """Tells when moments are reached, in the order in which they were marked."""
+
+    def at(self, reached: Reached) -> None:
+        """Calls `reached` once all that this thread has launched so far is done."""
+        ...
+
+    def settle(self) -> None:
+        """Returns when all moments marked so far are reached."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class HostClock:
+    """On the CPU what was launched is done."""
+
+    def at(self, reached: Reached) -> None:
+        reached(time.perf_counter())
+
+    def settle(self) -> None:
+        """They are."""
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+class CudaClock:
+    """Records an event at each moment, and one thread waits for them in turn."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: SimpleQueue[tuple[torch.cuda.Event, Reached] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._follow, name="capricorn-clock", daemon=True)
+        self._thread.start()
+
+    def at(self, reached: Reached) -> None:
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        self._marks.put((event, reached))
+
+    def settle(self) -> None:
+        reached = threading.Event()
+        self.at(lambda now_s: reached.set())
+        reached.wait()
+
+    def close(self) -> None:
+        self._marks.put(None)
+        self._thread.join()
+
+    def _follow(self) -> None:
+        while (mark := self._marks.get()) is not None:
+            event, reached = mark
+            event.synchronize()
+            reached(time.perf_counter())
+
+
+def make_clock(device: torch.device) -> Clock:
+    """The clock of that device."""
+    return CudaClock(device) if device.type == "cuda" else HostClock()

@@ -1,0 +1,123 @@
+"""The gate that every chunk passes on its way out: it knows when the link is idle, here and at the host.
+
+Opened and closed as training goes along; threads that send wait in it. Knows no socket and no plan but its limits.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from capricorn.planner.link import LinkModel
+from capricorn.planner.plan import Limit
+from capricorn.units import Bytes, Seconds
+
+
+class Gate:
+    """Lets chunks pass while the link is idle; without anything known of the iteration, always.
+
+    A reactive gate looks at what really happens: a chunk passes if it will have left before the idle span is expected
+    to end, and if the host has come to the same span. Until then a rank may wait in a communication for a straggler,
+    while its link is idle. A chunk that could go earlier than planned, does.
+
+    A gate that is not reactive lets out in each span what is planned for it, and the overflow after the last span.
+    """
+
+    def __init__(
+        self, *, is_reactive: bool, clock: Callable[[], Seconds] = time.perf_counter
+    ) -> None:
+        self.link: LinkModel | None = None
+        """What a transfer takes, once it is known."""
+        self.hurried_bytes: Bytes = 0
+        """What has passed while an update waited for it."""
+        self._is_reactive, self._clock = is_reactive, clock
+        self._changed = threading.Condition()
+        self._is_free, self._is_hurried, self._is_late = True, False, False
+        self._number = 0
+        self._is_computing, self._is_over = True, False
+        self._limit: Limit | None = None
+        self._end_s: Seconds = 0.0
+        self._budget: Bytes = 0
+        self._heard: dict[int, int] = {}
+
+    def open(self, number: int, begin_s: Seconds, limit: Limit | None) -> None:
+        """Idle span `number`, counted over all iterations, has begun here; without a limit it lasts until `close`."""
+        with self._changed:
+            self._is_free, self._is_computing, self._is_over = False, True, False
+            self._number, self._limit = number, limit
+            if limit is not None:
+                self._end_s = begin_s + limit.end_s
+                self._budget += limit.num_bytes
+            self._changed.notify_all()
+
+    def close(self, *, is_last: bool = False) -> None:
+        """This rank has come to the communication that ends the span; `is_last` in its iteration."""
+        with self._changed:
+            self._is_computing, self._is_over = False, is_last
+            if is_last:
+                self._changed.notify_all()
+
+    def release(self) -> None:
+        """Everything passes until the next span begins: nobody trains, or it is not known what comes when."""
+        with self._changed:
+            self._is_free = True
+            self._changed.notify_all()
+
+    def hurry(self, is_hurried: bool) -> None:
+        """Whether an update waits for what is to pass."""
+        with self._changed:
+            self._is_hurried = is_hurried
+            self._changed.notify_all()
+
+    def begin_save(self) -> None:
+        """A new checkpoint starts: what the last one has not used of its spans is not its own."""
+        with self._changed:
+            self._budget, self._is_late = 0, False
+
+    def note_late(self) -> None:
+        """The checkpoint on its way holds up the next one: it may use spans beyond the expected end, while we compute."""
+        with self._changed:
+            self._is_late = True
+            self._changed.notify_all()
+
+    def hear(self, host: int, number: int) -> None:
+        """That host has come to idle span `number`."""
+        with self._changed:
+            self._heard[host] = number
+            self._changed.notify_all()
+
+    def wait(self, host: int, num_bytes: Bytes, in_flight_bytes: Bytes, *, is_overflow: bool) -> bool:
+        """Returns when a chunk for that host may start; whether that took a wait.
+
+        `in_flight_bytes` were handed to the network before and may not have left yet.
+        """
+        has_waited = False
+        with self._changed:
+            while not self._may_start(host, num_bytes, in_flight_bytes, is_overflow):
+                has_waited = True
+                self._changed.wait()
+            self._budget -= num_bytes
+            if self._is_hurried:
+                self.hurried_bytes += num_bytes
+        return has_waited
+
+    def _may_start(self, host: int, num_bytes: Bytes, in_flight_bytes: Bytes, is_overflow: bool) -> bool:
+        if self._is_free or self._is_hurried:
+            return True
+        if not self._is_reactive:
+            if self._limit is None:
+                return True
+            return self._is_over if is_overflow else self._budget > 0
+        if not self._is_idle_at(host):
+            return False
+        if self._is_computing and (self._limit is None or self._is_late):
+            return True
+        return self._limit is not None and self._leaves_s(num_bytes + in_flight_bytes) <= self._end_s
+
+    def _is_idle_at(self, host: int) -> bool:
+        # A host that was never heard cannot be: its datagrams are held back somewhere, and we go by our own end alone.
+        return self._heard.get(host, self._number) >= self._number
+
+    def _leaves_s(self, num_bytes: Bytes) -> Seconds:
+        return self._clock() + (self.link.transfer_s(num_bytes) if self.link is not None else 0.0)

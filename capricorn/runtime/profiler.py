@@ -1,0 +1,76 @@
+"""Measures the ops of an iteration, on demand, and tells all ranks what each of them measured.
+
+On the training thread only; the times come from its clock, which on a GPU is read by events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from capricorn.hooks import OpKey
+from capricorn.profile import IterationProfile
+from capricorn.runtime.clock import Clock
+from capricorn.units import Seconds
+
+
+class Profiler:
+    """Stamps begin and end of each op of the iterations that are asked for."""
+
+    def __init__(self, clock: Clock, group: dist.ProcessGroup) -> None:
+        self._clock, self._group = clock, group
+        self._world_size = dist.get_world_size(group)
+        self._iteration: int | None = None
+        self._begin_s: Seconds = 0.0
+        self._begins_s: dict[OpKey, Seconds] = {}
+        self._ends_s: dict[OpKey, Seconds] = {}
+        self._ops: list[OpKey] = []
+        self._shared: tuple[int, list[OpKey], dist.Work, list[torch.Tensor]] | None = None
+
+    @property
+    def is_on(self) -> bool:
+        return self._iteration is not None
+
+    def start(self, iteration: int) -> None:
+        """Measures from here to `share`."""
+        self._iteration = iteration
+        self._ops, self._begins_s, self._ends_s = [], {}, {}
+        self._clock.at(self._begin)
+
+    def begin(self, op: OpKey) -> None:
+        begins_s = self._begins_s
+        self._ops.append(op)
+        self._clock.at(lambda now_s: begins_s.__setitem__(op, now_s))
+
+    def end(self, op: OpKey) -> None:
+        ends_s = self._ends_s
+        self._clock.at(lambda now_s: ends_s.__setitem__(op, now_s))
+
+    def share(self) -> tuple[OpKey, ...]:
+        """The iteration is over: starts to tell the others; its ops in the order they began. Collective."""
+        assert self._iteration is not None
+        self._clock.settle()
+        ops = self._ops
+        times = [times[op] - self._begin_s for times in (self._begins_s, self._ends_s) for op in ops]
+        mine = torch.tensor(times, dtype=torch.float64)
+        rows = [torch.empty_like(mine) for _ in range(self._world_size)]
+        work = dist.all_gather(rows, mine, group=self._group, async_op=True)
+        assert work is not None
+        self._shared, self._iteration = (self._iteration, ops, work, rows), None
+        return tuple(ops)
+
+    def take(self, tokens: Mapping[int, tuple[int, ...]]) -> IterationProfile | None:
+        """The last iteration that was shared, once; `tokens` are its loads."""
+        if self._shared is None:
+            return None
+        (iteration, ops, work, rows), self._shared = self._shared, None
+        work.wait()
+        begins_s, ends_s = (
+            tuple(tuple(row[part].tolist()) for row in rows) for part in (slice(len(ops)), slice(len(ops), None))
+        )
+        return IterationProfile(iteration, tuple(ops), begins_s, ends_s, tokens)
+
+    def _begin(self, now_s: Seconds) -> None:
+        self._begin_s = now_s

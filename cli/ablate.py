@@ -1,0 +1,181 @@
+"""`capricorn-bench ablate`: planning policies against each other, trained or replayed over a trace of expert loads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import rich_click as click
+from click.core import ParameterSource
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from capricorn.config import PlannerConfig, Scenario
+from capricorn.errors import ConfigError
+from capricorn.records import RUN, RunRecord, read_run
+
+from .options import Command, output_options, scenario_options
+from .output import console, print_json
+from .policies import POLICY_OPTIONS, RHOS, Choice, configure, describe, refuse_chosen
+from .run import make_folder
+
+if TYPE_CHECKING:
+    from capricorn.replay.model import TraceConfig
+    from capricorn.report.ablation import Ablation, Row
+
+OFFLINE = {"trace", "spans", "replans", "gates", "rhos", "assignments", "as_json", "quiet", "out"}
+"""Parameters that a replay takes."""
+
+
+def _policy_options(command: Command) -> Command:
+    """Gives a command `trace` and a `choice` of policies; with a trace it is replayed, and the command not called."""
+
+    @wraps(command)
+    def either(trace: Path | None, spans: Any, replans: Any, gates: Any, rhos: Any, **options: Any) -> int:
+        choice = Choice(spans, replans, gates, rhos)
+        refuse_chosen(options["assignments"])
+        if trace is None:
+            return command(choice=choice, **options)
+        _refuse_given()
+        return _replay(trace, choice, **{name: options[name] for name in ("assignments", "as_json", "quiet")})
+
+    either_with: Command = either
+    for option in reversed(POLICY_OPTIONS):
+        either_with = option(either_with)
+    return either_with
+
+
+def _refuse_given() -> None:
+    """Raises ConfigError for an option that says nothing about a replay."""
+    context = click.get_current_context()
+    assert context is not None
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        if name not in OFFLINE and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise ConfigError(f"{parameter.opts[0]} says nothing about a replay: leave out it or --trace")
+
+
+@click.command()
+@click.option("--trace", type=click.Path(path_type=Path), metavar="FILE.npz", help="replay these expert loads, offline")
+@_policy_options
+@scenario_options
+@output_options
+def ablate(
+    scenario: Scenario, choice: Choice, repeats: int, out: Path, as_json: bool, quiet: bool, verbose: bool
+) -> int:
+    """Compare planning policies: which idle spans, when to replan, with the gate or without.
+
+    Trains under each of them and without checkpoints, or with --trace replays a trace in virtual time.
+    """
+    from capricorn.harness.machine import require
+
+    policies = choice.live(scenario.planner)
+    require(scenario)
+    make_folder(out)
+    folders: dict[PlannerConfig | None, list[Path]] = {policy: [] for policy in (None, *policies)}
+    try:
+        _measure(scenario, out, repeats, folders, quiet=quiet or as_json, verbose=verbose)
+    finally:
+        # Also after Ctrl-C or a failure: what was measured is worth showing.
+        records = {policy: [read_run(f) for f in each if (f / RUN).exists()] for policy, each in folders.items()}
+        _show_live(scenario, records, as_json, quiet)
+    return 0 if all(record.verdict == "ok" for each in records.values() for record in each) else 1
+
+
+# --- trained -----------------------------------------------------------------------------------------------------
+
+
+def _measure(
+    scenario: Scenario, out: Path, repeats: int, folders: dict[PlannerConfig | None, list[Path]], *, quiet: bool,
+    verbose: bool,
+) -> None:  # fmt: skip
+    """Runs each policy `repeats` times, there and back, so that a machine that gets slower does so for all alike."""
+    from capricorn.harness.launcher import launch
+
+    from .display import watching
+
+    there = list(folders)
+    for repeat in range(repeats):
+        for policy in there if repeat % 2 == 0 else reversed(there):
+            with watching(folders[policy], quiet=quiet, verbose=verbose) as listener:
+                launch(_under(scenario, policy), out, listener)
+
+
+def _under(scenario: Scenario, policy: PlannerConfig | None) -> Scenario:
+    """The same under that policy; without one, under no checkpointing at all."""
+    if policy is None:
+        return scenario.model_copy(update={"system": scenario.system.model_copy(update={"name": "none"})})
+    return scenario.model_copy(update={"planner": policy})
+
+
+def _show_live(
+    scenario: Scenario, records: dict[PlannerConfig | None, list[RunRecord]], as_json: bool, quiet: bool
+) -> None:
+    from capricorn.report.ablation import Ablation, compared
+
+    base = records[None]
+    rows = tuple(compared(policy, each, base) for policy, each in records.items() if policy is not None and each)
+    runs = [record for each in records.values() for record in each]
+    if not runs:
+        return
+    faults = tuple(f"{record.run_id}: {record.verdict}" for record in runs if record.verdict != "ok")
+    caption = f"Against no checkpointing, {len(base)} times each, {runs[0].mode}."
+    names = tuple(record.run_id for record in runs)
+    _show(Ablation(mode=runs[0].mode, rows=rows, caption=caption, faults=faults, runs=names), as_json, quiet)
+
+
+# --- replayed ----------------------------------------------------------------------------------------------------
+
+
+def _replay(trace: Path, choice: Choice, *, assignments: tuple[str, ...], as_json: bool, quiet: bool) -> int:
+    from capricorn.replay.model import TraceConfig, train_on
+    from capricorn.replay.policy import references, replay_policy
+    from capricorn.report.ablation import Ablation, simulated
+
+    sections = configure({"trace": TraceConfig, "planner": PlannerConfig}, assignments)
+    config, planner = cast("TraceConfig", sections["trace"]), cast(PlannerConfig, sections["planner"])
+    policies, rhos = choice.offline(planner), choice.rhos or RHOS
+    training = train_on(trace, config)
+    rows: list[Row] = []
+    try:
+        with _progress(len(policies) * len(rhos), quiet=quiet or as_json) as advance:
+            for policy in policies:
+                for rho in rhos:
+                    advance(f"{describe(policy)}, rho {rho:g}")
+                    rows.append(simulated(policy, rho, replay_policy(policy, training, config, rho)))
+    finally:
+        bounds = {rho: references(planner, training, config, rho) for rho in rhos}
+        caption = _caption(trace, config, len(training.base_s))
+        _show(Ablation(mode="simulated", rows=tuple(rows), caption=caption, references=bounds), as_json, quiet)
+    return 0
+
+
+def _caption(trace: Path, config: TraceConfig, num_iterations: int) -> str:
+    return (
+        f"Simulated: {num_iterations} iterations of {trace.name} from {config.first} on, {config.ranks} ranks; "
+        f"noise of loads {config.load_noise:.1%}, of computing {config.compute_noise:.1%}; {config.num_chunks} chunks."
+    )
+
+
+@contextmanager
+def _progress(total: int, *, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """Shows on a terminal what is going on; to be called with it before each of `total` things."""
+    out = console()
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=out, transient=True, disable=quiet or not out.is_terminal) as progress:
+        task = progress.add_task("", total=total, completed=-1)
+        yield lambda what: progress.update(task, advance=1, description=what)
+
+
+# --- both --------------------------------------------------------------------------------------------------------
+
+
+def _show(ablation: Ablation, as_json: bool, quiet: bool) -> None:
+    if as_json:
+        print_json(ablation.as_json())
+        return
+    from capricorn.report.ablation import ablation_table
+
+    console().print(ablation_table(ablation, caption=not quiet))

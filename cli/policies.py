@@ -1,0 +1,152 @@
+"""The planning policies that `ablate` compares, as its options name them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Sequence
+from itertools import product
+from typing import Any, NamedTuple, TypeAlias
+
+import rich_click as click
+
+from capricorn.config import PlannerConfig, parse_replan
+from capricorn.errors import ConfigError, unknown_name
+from capricorn.values import Frozen, build
+
+SPANS = ("global", "layer", "load")
+GATES = {"on": True, "off": False}
+PROFILED = ("never", "every-10", "speculative", "every-iter", "oracle")
+OFFLINE_REPLANS = {"global": PROFILED, "layer": PROFILED, "load": ("speculative",)}
+LIVE = (
+    *(("layer", replan, True) for replan in ("never", "every-10", "speculative", "every-iter")),
+    ("layer", "speculative", False), ("load", "speculative", True), ("load", "speculative", False),
+    ("global", "never", True),
+)  # fmt: skip
+RHOS = (0.5, 0.9, 1.5)
+
+CHOSEN = {"planner.spans": "--spans", "planner.replan": "--replan", "planner.gate": "--gate", "trace.rho": "--rho"}
+"""Settings that are lists here."""
+
+Policies: TypeAlias = tuple[PlannerConfig, ...]
+
+
+class Choice(NamedTuple):
+    """What the lists of the command say; an empty one was not given."""
+
+    spans: tuple[str, ...]
+    replans: tuple[str, ...]
+    gates: tuple[bool, ...]
+    rhos: tuple[float, ...]
+
+    def offline(self, planner: PlannerConfig) -> Policies:
+        """All combinations; what was not given takes every value that makes a difference."""
+        gates = self.gates or tuple(GATES.values())
+        return tuple(
+            _policy(planner, *values)
+            for spans in self.spans or SPANS
+            for values in product((spans,), self.replans or OFFLINE_REPLANS[spans], gates)
+        )
+
+    def live(self, planner: PlannerConfig) -> Policies:
+        """All combinations, of the default values for what was not given; without any list a selection.
+
+        Raises:
+            ConfigError: a list makes sense only for a replay.
+        """
+        if "oracle" in self.replans:
+            raise ConfigError("--replan oracle knows each iteration before it runs: replay one with --trace FILE.npz")
+        if self.rhos:
+            raise ConfigError("--rho is for a replay: give --trace FILE.npz, or --cluster NAME --set cluster.rho=R")
+        if not (self.spans or self.replans or self.gates):
+            return tuple(_policy(planner, *values) for values in LIVE)
+        usual = PlannerConfig()
+        chosen = product(self.spans or (usual.spans,), self.replans or (usual.replan,), self.gates or (usual.gate,))
+        return tuple(_policy(planner, *values) for values in chosen)
+
+
+def _policy(planner: PlannerConfig, spans: str, replan: str, gate: bool) -> PlannerConfig:
+    return planner.model_copy(update={"spans": spans, "replan": replan, "gate": gate})
+
+
+def describe(policy: PlannerConfig) -> str:
+    """The policy in a few words."""
+    return f"{policy.spans} spans, {policy.replan}, {'gate' if policy.gate else 'no gate'}"
+
+
+def configure(sections: dict[str, type[Frozen]], assignments: Iterable[str]) -> dict[str, Frozen]:
+    """The sections by name, with `section.key=value` settings applied.
+
+    Raises:
+        ConfigError: a key is unknown or a value does not fit it.
+    """
+    trees: dict[str, dict[str, str]] = {name: {} for name in sections}
+    known = [f"{name}.{field}" for name, model in sections.items() for field in model.model_fields]
+    for assignment in assignments:
+        key, equals, value = assignment.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {assignment!r} is not key=value")
+        if key not in known:
+            nearest = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {nearest[0]!r}?" if nearest else f"a replay has {' and '.join(sections)}"
+            raise ConfigError(f"--set {assignment!r}: unknown key {key!r}; {hint}")
+        section, _, field = key.partition(".")
+        trees[section][field] = value
+    return {name: build(model, trees[name], f"--set {name}", lax=True) for name, model in sections.items()}
+
+
+def refuse_chosen(assignments: Iterable[str]) -> None:
+    """Raises ConfigError for a setting that a list of the command chooses."""
+    for assignment in assignments:
+        key = assignment.partition("=")[0]
+        if key in CHOSEN:
+            raise ConfigError(f"--set {assignment!r}: here {key} is a list; use {CHOSEN[key]}")
+
+
+# --- options -----------------------------------------------------------------------------------------------------
+
+
+def _listed(read: Callable[[str], Any]) -> Callable[..., tuple[Any, ...]]:
+    """A callback that reads the values of an option, each a list with commas, and drops what comes twice."""
+
+    def callback(context: click.Context, parameter: click.Parameter, values: Sequence[str]) -> tuple[Any, ...]:
+        words = [word.strip() for value in values for word in value.split(",")]
+        return tuple(dict.fromkeys(map(read, words)))
+
+    return callback
+
+
+def _spans(word: str) -> str:
+    if word not in SPANS:
+        raise unknown_name("--spans", word, SPANS)
+    return word
+
+
+def _replan(word: str) -> str:
+    parse_replan(word)
+    return word
+
+
+def _gate(word: str) -> bool:
+    if word not in GATES:
+        raise unknown_name("--gate", word, GATES)
+    return GATES[word]
+
+
+def _rho(word: str) -> float:
+    try:
+        rho = float(word)
+    except ValueError:
+        rho = 0.0
+    if not 0 < rho < float("inf"):
+        raise ConfigError(f"--rho {word!r} is not a positive number; write one, or a list as in 0.5,0.9,1.5")
+    return rho
+
+
+POLICY_OPTIONS = (
+    click.option("--spans", multiple=True, callback=_listed(_spans), metavar="LIST", help=", ".join(SPANS)),
+    click.option("--replan", "replans", multiple=True, callback=_listed(_replan), metavar="LIST",
+                 help="never, every-K, speculative, every-iter or, offline, oracle"),
+    click.option("--gate", "gates", multiple=True, callback=_listed(_gate), metavar="LIST", help="on, off"),
+    click.option("--rho", "rhos", multiple=True, callback=_listed(_rho), metavar="LIST",
+                 help="offline: transfer time of a checkpoint / idle time  [default: 0.5,0.9,1.5]"),
+)  # fmt: skip
