@@ -57,6 +57,8 @@ class IterationSample(Frozen):
     """What colliding bytes take at the measured rate of the link."""
     overflow_s: Seconds = 0.0
     """How long the update waited for bytes to leave."""
+    profiled: bool = False
+    """Whether its ops were measured for the planner."""
     replanned: bool = False
     profile_s: Seconds = 0.0
     plan_s: Seconds = 0.0

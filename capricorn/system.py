@@ -127,6 +127,8 @@ class Planning:
 
     profile_s: Seconds = 0.0
     plan_s: Seconds = 0.0
+    profiled: bool = False
+    """Whether its ops were measured."""
     replanned: bool = False
     planned_bytes: Bytes = 0
     """Of the plans made in it: what fits the idle spans."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -54,7 +55,7 @@ def _refuse_given() -> None:
     for parameter in context.command.params:
         name = parameter.name or ""
         if name not in OFFLINE and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            raise ConfigError(f"{parameter.opts[0]} says nothing about a replay: leave out it or --trace")
+            raise ConfigError(f"{parameter.opts[0]} says nothing about a replay: leave it out, or --trace")
 
 
 @click.command()
@@ -138,15 +139,16 @@ def _replay(trace: Path, choice: Choice, *, assignments: tuple[str, ...], as_jso
     config, planner = cast("TraceConfig", sections["trace"]), cast(PlannerConfig, sections["planner"])
     policies, rhos = choice.offline(planner), choice.rhos or RHOS
     training = train_on(trace, config)
+    configs = {rho: config.model_copy(update={"rho": rho}) for rho in rhos}
     rows: list[Row] = []
     try:
         with _progress(len(policies) * len(rhos), quiet=quiet or as_json) as advance:
-            for policy in policies:
-                for rho in rhos:
-                    advance(f"{describe(policy)}, rho {rho:g}")
-                    rows.append(simulated(policy, rho, replay_policy(policy, training, config, rho)))
+            for policy, (rho, at_rho) in product(policies, configs.items()):
+                advance(f"{describe(policy)}, rho {rho:g}")
+                rows.append(simulated(policy, rho, replay_policy(policy, training, at_rho)))
     finally:
-        bounds = {rho: references(planner, training, config, rho) for rho in rhos}
+        # Also after Ctrl-C: what was replayed is worth showing.
+        bounds = {rho: references(planner, training, at_rho) for rho, at_rho in configs.items()}
         caption = _caption(trace, config, len(training.base_s))
         _show(Ablation(mode="simulated", rows=tuple(rows), caption=caption, references=bounds), as_json, quiet)
     return 0

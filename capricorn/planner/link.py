@@ -13,6 +13,7 @@ from capricorn.units import Bytes, BytesPerSecond, Seconds
 WINDOW = 32
 QUANTILE = 1 / 3
 """Of the transfers' durations: below the median, since whatever disturbs a transfer only ever slows it."""
+SHORTEST_S: Seconds = 1e-9
 DISTINCT = 1.1
 """Sizes within this ratio are one size: over so short a lever noise would pass for latency."""
 
@@ -43,7 +44,7 @@ class LinkEstimator:
 
     def note(self, num_bytes: Bytes, duration_s: Seconds) -> None:
         """One uninterrupted transfer; one of nothing, or too short to be timed, tells nothing."""
-        if num_bytes > 0 and duration_s > 0:
+        if num_bytes > 0 and duration_s >= SHORTEST_S:
             self._transfers.append((num_bytes, duration_s))
 
     def model(self) -> LinkModel | None:

@@ -38,14 +38,15 @@ def partition(
         max_risk: in (0, 1).
         ends: how long the spans last on this rank; as long as `spans` if left out.
     """
-    risk = _least_risk(spans, link, shard_bytes * num_replicas, max_risk)
-    deviations = deviations_at(risk)
-    room = _capacities(spans, link, deviations)
+    num_bytes = shard_bytes * num_replicas
+    risk = _least_risk(spans, link, num_bytes, max_risk)
+    # Once a chunk is off its place in the plan, half a chunk finds no room in each span.
+    late_risk = _least_risk(spans, link, num_bytes + len(spans) * max_chunk_bytes // 2, max_risk)
+    room, late = _capacities(spans, link, deviations_at(risk)), deviations_at(late_risk)
     limits = tuple(
-        Limit(end.at_s(deviations), num_bytes)
-        for end, num_bytes in zip(spans if ends is None else ends, room, strict=True)
+        Limit(end.at_s(late), capacity) for end, capacity in zip(spans if ends is None else ends, room, strict=True)
     )
-    return Plan(tuple(_fill(room, shard_bytes, num_replicas, max_chunk_bytes)), limits, risk)
+    return Plan(tuple(_fill(room, shard_bytes, num_replicas, max_chunk_bytes)), limits, risk, late_risk)
 
 
 def _capacities(spans: Sequence[SpanEstimate], link: LinkModel, deviations: float) -> list[Bytes]:

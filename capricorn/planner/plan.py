@@ -41,6 +41,8 @@ class Plan:
     """By idle span."""
     risk: float = 0.0
     """The quantile of their durations to which the spans are filled."""
+    late_risk: float = 0.0
+    """The quantile at which they are taken to end by who sends whole chunks, in whatever span they fit."""
 
     @property
     def planned_bytes(self) -> Bytes:

@@ -71,7 +71,8 @@ class SpanPlanner:
         self._is_profiling, self._has_new = False, False
         self._num_fresh = 0
         self._cost_s: Seconds = 0.0
-        self._plan, self._deviations, self._link = Plan(()), 0.0, LinkModel(0.0, 1.0)
+        self._plan, self._link = Plan(()), LinkModel(0.0, 1.0)
+        self._deviations, self._late = 0.0, 0.0
 
     def wants_profile(self, iteration: int) -> bool:
         if not self._num_left and not self._is_profiling and self._policy.is_due(iteration):
@@ -121,12 +122,16 @@ class SpanPlanner:
             self._loads.mark()
 
     def plan(self, iteration: int, link: LinkModel) -> Plan:
+        if self._plan.limits and link == self._link and not (self._has_new or self._by_load):
+            self.replanned = False
+            return self._plan
         config = self._config
         spans, ends = self._estimates(self._usable), self._estimates(self._lasting)
         self._plan = partition(
             spans, link, self._shard_bytes, len(self._hosts), config.max_chunk_bytes, config.risk, ends
         )
-        self._deviations, self._link = deviations_at(self._plan.risk), link
+        self._deviations, self._late = deviations_at(self._plan.risk), deviations_at(self._plan.late_risk)
+        self._link = link
         self.replanned, self._has_new = self._has_new, False
         return self._plan
 
@@ -135,7 +140,7 @@ class SpanPlanner:
         usable, lasting = self._usable[span].at(tokens), self._lasting[span].at(tokens)
         if usable is None or lasting is None:
             return self._plan.limits[span]
-        return Limit(lasting.at_s(self._deviations), self._link.capacity_bytes(usable.at_s(self._deviations)))
+        return Limit(lasting.at_s(self._late), self._link.capacity_bytes(usable.at_s(self._deviations)))
 
     def _estimates(self, durations: Sequence[_Durations]) -> list[SpanEstimate]:
         """By span."""

@@ -47,7 +47,7 @@ class TraceConfig(Frozen):
     compute_noise: float = Field(default=0.02, ge=0, lt=1, description="relative sd of a computing op's duration")
     idle_frac: float = Field(default=0.587, gt=0, lt=1, description="of an iteration, its spans on average")
     attention_frac: float = Field(default=0.5, ge=0, le=1, description="of the computing under balanced loads")
-    num_chunks: int = Field(default=400, gt=0, description="full chunks that a checkpoint has")
+    num_chunks: int = Field(default=1000, gt=0, description="full chunks of a checkpoint; about 20 a span")
     profile_cost_frac: float = Field(default=0.002, ge=0, description="of an iteration, profiling and planning it")
     seed: int = Field(default=0, ge=0)
 

@@ -18,23 +18,23 @@ def shard_bytes(planner: PlannerConfig, trace: TraceConfig) -> Bytes:
     return trace.num_chunks * planner.max_chunk_bytes
 
 
-def replay_policy(planner: PlannerConfig, training: Training, trace: TraceConfig, rho: float) -> Outcome:
+def replay_policy(planner: PlannerConfig, training: Training, trace: TraceConfig) -> Outcome:
     """What that policy comes to."""
     num_bytes = shard_bytes(planner, trace)
     return replay(
         SpanPlanner(planner, rank=RANK, hosts=(HOST,), shard_bytes=num_bytes),
         training,
-        training.link(num_bytes, rho),
+        training.link(num_bytes, trace.rho),
         gate=planner.gate,
         profile_cost_frac=trace.profile_cost_frac,
         oracle=planner.replan == "oracle",
     )
 
 
-def references(planner: PlannerConfig, training: Training, trace: TraceConfig, rho: float) -> dict[str, float]:
+def references(planner: PlannerConfig, training: Training, trace: TraceConfig) -> dict[str, float]:
     """The slowdowns that policies are to be compared with, by name."""
     num_bytes = shard_bytes(planner, trace)
-    link = training.link(num_bytes, rho)
+    link = training.link(num_bytes, trace.rho)
     return {
         "blocking": blocking(training, link, num_bytes),
         "gemini": gemini(training, link, num_bytes),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 from capricorn.hooks import NO_LAYER
 from capricorn.planner.link import LinkModel
@@ -14,41 +15,56 @@ from capricorn.replay.model import Training
 from capricorn.units import Bytes, Seconds
 
 
+class Iteration(NamedTuple):
+    """What became of the checkpoint that was sent in one iteration."""
+
+    collision_s: Seconds
+    """By which the all-to-all was delayed."""
+    overflow_s: Seconds
+    """For which the update waited for what had not been sent."""
+    profile_s: Seconds
+    """What profiling and planning took; 0 if there was no profile."""
+    planned_bytes: Bytes
+    hidden_bytes: Bytes
+    """Of those planned, sent while the link was idle."""
+    profiled: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a policy came to, in sums over all iterations."""
+    """What a policy came to, over all iterations."""
 
     base_s: Seconds
     """What the training takes without checkpoints."""
-    collision_s: Seconds = 0.0
-    """By which the all-to-all was delayed."""
-    overflow_s: Seconds = 0.0
-    """For which the update waited for what had not been sent."""
-    profile_s: Seconds = 0.0
-    planned_bytes: Bytes = 0
-    hidden_bytes: Bytes = 0
-    """Sent while the link was idle, of those planned."""
-    num_iterations: int = 0
-    profiled: tuple[int, ...] = ()
-    """The iterations that were measured, from 1."""
+    iterations: tuple[Iteration, ...]
+
+    @property
+    def collision_s(self) -> Seconds:
+        return sum(each.collision_s for each in self.iterations)
+
+    @property
+    def overflow_s(self) -> Seconds:
+        return sum(each.overflow_s for each in self.iterations)
 
     @property
     def slowdown(self) -> float:
         """The training's time as a multiple of the same without checkpoints."""
-        return 1 + (self.collision_s + self.overflow_s + self.profile_s) / self.base_s
+        profile_s = sum(each.profile_s for each in self.iterations)
+        return 1 + (self.collision_s + self.overflow_s + profile_s) / self.base_s
 
     @property
     def profiled_frac(self) -> float:
-        return len(self.profiled) / self.num_iterations
+        return self.num_profiles(1, len(self.iterations)) / len(self.iterations)
 
     @property
     def accuracy_frac(self) -> float | None:
         """Of the bytes planned into spans, those that did fit; None if none were planned."""
-        return self.hidden_bytes / self.planned_bytes if self.planned_bytes else None
+        planned_bytes = sum(each.planned_bytes for each in self.iterations)
+        return sum(each.hidden_bytes for each in self.iterations) / planned_bytes if planned_bytes else None
 
-    def profiles(self, first: int, last: int) -> int:
-        """How many iterations from `first` to `last` were measured."""
-        return sum(first <= iteration <= last for iteration in self.profiled)
+    def num_profiles(self, first: int, last: int) -> int:
+        """How many of the iterations `first` to `last`, from 1, were measured."""
+        return sum(each.profiled for each in self.iterations[first - 1 : last])
 
 
 class Checkpoint:
@@ -56,22 +72,23 @@ class Checkpoint:
 
     def __init__(self, plan: Plan, link: LinkModel) -> None:
         self.plan = plan
-        self.planned_bytes = plan.planned_bytes
+        self._planned_bytes = plan.planned_bytes
         self._link = link
         self._ends = list(accumulate(chunk.num_bytes for chunk in plan.chunks))
-        self._num_planned = bisect_right(self._ends, self.planned_bytes)
+        self._num_planned = bisect_right(self._ends, self._planned_bytes)
         self.begin()
 
     def begin(self) -> None:
         """Nothing has been sent."""
-        self._sent = self._budget = self.hidden_bytes = 0
-        self.collision_s: Seconds = 0.0
+        self._sent = self._budget = self._hidden_bytes = 0
+        self._collision_s: Seconds = 0.0
 
-    @property
-    def overflow_s(self) -> Seconds:
-        """How long the rest takes if nothing is in its way."""
+    def outcome(self, profile_s: Seconds, profiled: bool) -> Iteration:
+        """What became of it, the rest sent while the update waits."""
         rest = self._ends[-1] - self._sent
-        return self._link.transfer_s(rest) if rest else 0.0
+        overflow_s = self._link.transfer_s(rest) if rest else 0.0
+        hidden_bytes = min(self._hidden_bytes, self._planned_bytes)
+        return Iteration(self._collision_s, overflow_s, profile_s, self._planned_bytes, hidden_bytes, profiled)
 
     def send_blindly(self, limit: Limit, true_s: Seconds) -> None:
         """A span without a gate: all that is planned up to its end goes out, and no overflow."""
@@ -95,8 +112,8 @@ class Checkpoint:
         if num_bytes <= 0:
             return
         self._sent += num_bytes
-        self.collision_s += max(0.0, self._link.transfer_s(num_bytes) - true_s)
-        self.hidden_bytes += min(num_bytes, self._link.capacity_bytes(true_s))
+        self._collision_s += max(0.0, self._link.transfer_s(num_bytes) - true_s)
+        self._hidden_bytes += min(num_bytes, self._link.capacity_bytes(true_s))
 
 
 def replay(
@@ -107,30 +124,19 @@ def replay(
     An `oracle` is shown each iteration before it plans it, for nothing; others after it, when they want a profile.
     """
     run = _Run(planner, training, link, gate)
-    base_s = training.base_s.tolist()
-    collision_s, overflow_s, profile_s = 0.0, 0.0, 0.0
-    planned_bytes = hidden_bytes = 0
-    profiled: list[int] = []
-    for index in range(len(base_s)):
-        iteration, cost_s = index + 1, 0.0
+    iterations = []
+    for index, base_s in enumerate(training.base_s.tolist()):
+        number = index + 1
         if oracle:
-            planner.observe(training.profile(index, iteration))
+            planner.observe(training.profile(index, number))
         sent, wants_profile = run.iterate(index)
-        if wants_profile and not oracle:
-            profiled.append(iteration)
-            planner.observe(training.profile(index, iteration))
-            cost_s = profile_cost_frac * base_s[index]
-        planner.note(iteration, sent.collision_s + sent.overflow_s, cost_s)
-        collision_s, overflow_s, profile_s = (
-            collision_s + sent.collision_s,
-            overflow_s + sent.overflow_s,
-            profile_s + cost_s,
-        )
-        planned_bytes += sent.planned_bytes
-        hidden_bytes += min(sent.hidden_bytes, sent.planned_bytes)
-    return Outcome(
-        sum(base_s), collision_s, overflow_s, profile_s, planned_bytes, hidden_bytes, len(base_s), tuple(profiled)
-    )
+        profiled = wants_profile and not oracle
+        if profiled:
+            planner.observe(training.profile(index, number))
+        done = sent.outcome(profile_cost_frac * base_s if profiled else 0.0, profiled)
+        planner.note(number, done.collision_s + done.overflow_s, done.profile_s)
+        iterations.append(done)
+    return Outcome(float(training.base_s.sum()), tuple(iterations))
 
 
 class _Run:

@@ -133,11 +133,11 @@ def ablation_table(ablation: Ablation, *, caption: bool = True) -> RenderableTyp
     by_rho: dict[float | None, dict[str, Row]] = {}
     for row in ablation.rows:
         by_rho.setdefault(row.rho, {})[_key(row)] = row
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     for column in ("spans", "replan", "gate"):
         table.add_column(column, no_wrap=True)
     for rho in by_rho or [None]:
-        table.add_column("slowdown" if rho is None else f"rho {rho:.3g}", justify="right")
+        table.add_column("slowdown" if rho is None else f"rho {rho:.3g}", justify="right", no_wrap=True)
     for column in ("profiled", "accuracy"):
         table.add_column(column, justify="right", no_wrap=True)
     for key, row in {_key(row): row for row in ablation.rows}.items():

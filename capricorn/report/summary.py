@@ -21,6 +21,7 @@ from capricorn.records import (
     read_samples,
 )
 from capricorn.report.fidelity import fidelity, fidelity_faults
+from capricorn.report.planning import planning
 
 STORE = "store.json"
 """Written by the launcher: `{"store_bytes": n}`, the largest size of all stores of the run."""
@@ -38,7 +39,7 @@ def summarize(run_dir: Path, scenario: Scenario, num_cpus: int = 1) -> tuple[Sum
     """
     run = _Run.read(run_dir, scenario)
     summary: Summary = {"iterations": run.num_done, **_times(run), **_checkpoints(run), **_recoveries(run)}
-    summary |= _moved(run) | _memory(run, run_dir) | fidelity(run_dir, scenario, num_cpus)
+    summary |= _moved(run) | _memory(run, run_dir) | planning(run.measured) | fidelity(run_dir, scenario, num_cpus)
     return summary, verdict(summary, scenario)
 
 
@@ -69,6 +70,8 @@ class _Run:
     """One row per iteration done, indexed by it: its last attempt, folded over ranks."""
     steady: pd.DataFrame
     """The iterations after warm-up and after the first checkpoint."""
+    measured: pd.DataFrame
+    """The samples of which `steady` was folded."""
     recoveries: list[RecoverySample]
     events: list[EventSample]
 
@@ -77,12 +80,15 @@ class _Run:
         raw = list(read_samples(run_dir / ITERATIONS, IterationSample))
         events = list(read_samples(run_dir / EVENTS, EventSample))
         samples = _frame(raw, scenario)
-        iterations = _over_ranks(_lasting(samples, _newest_start(samples, events), _num_ranks(samples, scenario)))
+        lasting = _lasting(samples, _newest_start(samples, events), _num_ranks(samples, scenario))
+        iterations = _over_ranks(lasting)
+        steady = _steady(iterations, scenario)
         return cls(
             raw=raw,
             samples=samples,
             iterations=iterations,
-            steady=_steady(iterations, scenario),
+            steady=steady,
+            measured=lasting[lasting["iteration"].isin(steady.index)],
             recoveries=list(read_samples(run_dir / RECOVERIES, RecoverySample)),
             events=events,
         )

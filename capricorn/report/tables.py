@@ -41,9 +41,7 @@ def describe(scenario: Scenario) -> str:
 def run_table(record: RunRecord, recoveries: Sequence[RecoverySample] = ()) -> RenderableType:
     """The result of one run, its recoveries and its verdict."""
     table = _pairs()
-    for label, value in _result_rows(record):
-        table.add_row(label, value)
-    for label, value in _fidelity_rows(record):
+    for label, value in (*_result_rows(record), *_planning_rows(record.summary), *_fidelity_rows(record)):
         table.add_row(label, value)
     for number, recovery in enumerate(recoveries, 1):
         table.add_row(f"recovery {number}", _recovery(recovery))
@@ -81,6 +79,22 @@ def _result_rows(record: RunRecord) -> list[tuple[str, str]]:
     ]
 
 
+def _planning_rows(s: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What planning took and what it hid; none where nothing was planned, nor for records older than planning."""
+    if not (s.get("planned_bytes_per_iteration") or s.get("profiled_frac")):
+        return []
+    rows = [
+        ("planning", f"profiled {_percent(s['profiled_frac'])} of iterations, {_count(s['replanned'], 'replan')}; "
+                     f"took p50 {_seconds(s['planning_s_p50'])}, {_fine(s['planning_frac'])}"),
+        ("hidden", f"{_fine(s['hidden_frac'])} of bytes, colliding {_fine(s['colliding_frac'])}, overflow "
+                   f"{_fine(s['overflow_frac'])}; accuracy {_figure(s['partition_accuracy_frac'], '.3g')}"),
+    ]  # fmt: skip
+    if s["lower_bound_s"]:
+        beyond, idle = _seconds(s["lower_bound_s"]), _seconds(s["idle_s"])
+        rows.append(("lower bound", f"{beyond} an iteration cannot hide in {idle} of idle spans"))
+    return rows
+
+
 def _fidelity_rows(record: RunRecord) -> list[tuple[str, str]]:
     """How faithful the scale model was; none for a live run."""
     s, cluster = record.summary, record.config.cluster
@@ -107,6 +121,11 @@ def _links(s: Mapping[str, Any]) -> str:
 
 def _percent(frac: float | None) -> str:
     return NONE if frac is None else f"{frac:.0%}"
+
+
+def _fine(frac: float | None) -> str:
+    """A part that may be near nothing or near all of it: `99.93%`, `0.07%`."""
+    return NONE if frac is None else f"{round(100 * frac, 2):g}%"
 
 
 def _checkpoints(s: Mapping[str, Any]) -> str:

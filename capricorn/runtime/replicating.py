@@ -88,6 +88,9 @@ class ReplicatingSystem(CheckpointSystem):
 
     def on_op_begin(self, op: OpKey) -> None:
         self._scheduler.on_op_begin(op)
+        # Asked before the update, whose broadcasts it would have to wait behind, and not after what may still be sent.
+        if op.kind == "reduce":
+            self._ask()
 
     def on_op_end(self, op: OpKey) -> None:
         self._scheduler.on_op_end(op)
@@ -113,7 +116,8 @@ class ReplicatingSystem(CheckpointSystem):
             if not save.wait_staged(self._timeout_s):
                 raise StoreError(f"rank {self._job.rank}: iteration {save.iteration} is still not staged")
             self._latest_local = save.iteration if save.is_local else self._latest_local
-            self._ask()
+            if not self._learn():
+                self._ask()
 
     def after_update(self, iteration: int) -> None:
         self._scheduler.after_update(iteration)
@@ -231,6 +235,7 @@ class ReplicatingSystem(CheckpointSystem):
         self._completion.expect(save)
 
     def _ask(self) -> None:
+        """Asks once all ranks have come to the same moment whether the save on its way has settled."""
         if self._completion.may_ask:
             self._completion.ask(self._scheduler.take_losses())
 

@@ -149,6 +149,7 @@ class Scheduler(TrainerHook):
     def on_iteration_begin(self, iteration: int) -> None:
         if self._planner.wants_profile(iteration):
             self._profiler.start(iteration)
+            self._planning.profiled = True
         self._begin_span(None)
 
     def on_op_begin(self, op: OpKey) -> None:
@@ -225,8 +226,8 @@ class _Opening:
     limit: Limit | None
 
     def reached(self, now_s: Seconds) -> None:
-        self.gate.open(self.number, now_s, self.limit)
         self.signals.tell(self.number)
+        self.gate.open(self.number, now_s, self.limit)
 
 
 def make_scheduler(

@@ -1,0 +1,226 @@
+"""The command `ablate`: policies by its lists, replayed over a made-up trace, or trained by a fake."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from capricorn.config import Scenario
+from capricorn.harness import machine
+from capricorn.harness.launcher import RunListener
+from capricorn.loads.synthetic import synthetic_shares
+from capricorn.report.ablation import bootstrap
+from tests.test_cli import Launcher, cli
+
+KEYS = {"spans", "replan", "gate", "rho", "slowdown", "profiled_frac", "accuracy_frac"}
+SMALL = ("--set", "trace.num_chunks=60", "--set", "trace.iterations=40")
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Three layers of eight experts, every other iteration."""
+    shares_IME = synthetic_shares("settling", num_layers=3, num_experts=8, top_k=2, first=1, num_iterations=60, seed=0)
+    np.savez(tmp_path / "loads.npz", iterations=np.arange(1, 61, 2), load_share=shares_IME[::2])
+    return tmp_path / "loads.npz"
+
+
+# --- replayed
+
+
+def test_a_replay_prints_one_object(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli("ablate", "--trace", trace, *SMALL, "--json") == 0
+    printed = capsys.readouterr()
+    report = json.loads(printed.out)
+    assert printed.err == ""
+    assert report["mode"] == "simulated"
+    assert all(row.keys() >= KEYS for row in report["rows"])
+    policies = {(row["spans"], row["replan"], row["gate"]) for row in report["rows"]}
+    assert len(policies) == 2 * 5 * 2 + 2
+    assert len(report["rows"]) == 3 * len(policies)
+    assert {row["rho"] for row in report["rows"]} == {0.5, 0.9, 1.5}
+    assert {each["name"] for each in report["references"]} == {"blocking", "gemini", "lower bound"}
+    assert all(row["slowdown"] >= 1 and 0 <= row["profiled_frac"] <= 1 for row in report["rows"])
+
+
+def test_lists_choose_what_is_compared(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lists = ("--spans", "layer,load", "--replan", "every-5", "--replan", "oracle", "--gate", "off", "--rho", "0.7,0.7")
+    assert cli("ablate", "--trace", trace, *SMALL, *lists, "--json") == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    named = [(row["spans"], row["replan"], row["gate"], row["rho"]) for row in rows]
+    assert named == [(s, r, False, 0.7) for s in ("layer", "load") for r in ("every-5", "oracle")]
+
+
+def test_a_replay_is_the_same_every_time_and_follows_its_settings(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = ("ablate", "--trace", trace, *SMALL, "--spans", "layer", "--replan", "every-10", "--json")
+    printed = []
+    for more in ((), (), ("--set", "trace.seed=1"), ("--set", "planner.profile_iterations=2")):
+        assert cli(*few, *more) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]
+    assert len(set(printed)) == 3
+
+
+def test_the_table_of_a_replay_fits_80_columns(
+    trace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli("ablate", "--trace", trace, *SMALL, "--gate", "on") == 0
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 80
+    assert re.search(r"^layer +speculative +on +\d\.\d{3} +\d\.\d{3} +\d\.\d{3} ", printed, re.MULTILINE)
+    assert re.search(r"^blocking +1\.29\d +1\.52\d +1\.88\d ", printed, re.MULTILINE)
+    assert "Simulated: 40 iterations of loads.npz" in printed
+    assert cli("ablate", "--trace", trace, *SMALL, "--spans", "load", "-q") == 0
+    assert "Simulated" not in capsys.readouterr().out
+
+
+def test_an_interrupted_replay_shows_what_is_done(
+    trace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from capricorn.replay import policy
+
+    replay_policy, calls = policy.replay_policy, []
+
+    def twice(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) > 2:
+            raise KeyboardInterrupt
+        return replay_policy(*arguments)
+
+    monkeypatch.setattr(policy, "replay_policy", twice)
+    assert cli("ablate", "--trace", trace, *SMALL, "--json") == 130
+    printed = capsys.readouterr()
+    assert len(json.loads(printed.out)["rows"]) == 2
+    assert printed.err.strip() == "interrupted"
+
+
+# --- trained
+
+
+class Paced(Launcher):
+    """Iterations take half a second, and a tenth more under a checkpointing system."""
+
+    def launch(self, scenario: Scenario, out: Path, listener: RunListener) -> Path:
+        self.fields = {"duration_s": 0.5 if scenario.system.name == "none" else 0.55}
+        return super().launch(scenario, out, listener)
+
+    @property
+    def order(self) -> list[str]:
+        return [
+            "none" if s.system.name == "none" else f"{s.planner.spans} {s.planner.replan} {s.planner.gate}"
+            for s in self.scenarios
+        ]
+
+
+@pytest.fixture
+def launcher(monkeypatch: pytest.MonkeyPatch) -> Paced:
+    fake = Paced()
+    monkeypatch.setattr("capricorn.harness.launcher.launch", fake.launch)
+    monkeypatch.setattr(machine, "require", lambda scenario: None)
+    return fake
+
+
+TINY = ("ablate", "--model", "mixtral-tiny", "--iterations", "3")
+
+
+def test_policies_are_trained_there_and_back_against_none(
+    launcher: Paced, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    lists = ("--spans", "layer,load", "--gate", "on")
+    assert cli(*TINY, *lists, "--repeats", "2", "--json", "--out", tmp_path) == 0
+    there = ["none", "layer speculative True", "load speculative True"]
+    assert launcher.order == [*there, *reversed(there)]
+    report = json.loads(capsys.readouterr().out)
+    assert report["mode"] == "live"
+    assert [row["spans"] for row in report["rows"]] == ["layer", "load"]
+    assert all(row.keys() >= KEYS for row in report["rows"])
+    row = report["rows"][0]
+    assert row["slowdown"] == pytest.approx(1.1)
+    assert row["slowdown_ci"] == pytest.approx([1.1, 1.1])
+    assert len(row["runs"]) == 2
+    assert len(report["runs"]) == 6
+
+
+def test_by_default_a_selection_is_trained_with_all_other_settings_alike(
+    launcher: Paced, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert cli(*TINY, "--set", "planner.risk=0.3", "-q", "--out", tmp_path) == 0
+    assert len(launcher.order) == len(set(launcher.order)) == 9
+    assert launcher.order[0] == "none"
+    assert {s.planner.risk for s in launcher.scenarios} == {0.3}
+    printed = capsys.readouterr().out
+    assert re.search(r"^layer +never +on +1\.100", printed, re.MULTILINE)
+
+
+def test_a_verdict_that_is_not_ok_is_told_and_ends_with_1(
+    launcher: Paced, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "capricorn.report.summary.verdict", lambda summary, scenario: "lost 3" if summary["requested"] else "ok"
+    )
+    assert cli(*TINY, "--spans", "layer", "-q", "--out", tmp_path) == 1
+    assert "run2: lost 3" in capsys.readouterr().out
+
+
+def test_an_interrupt_shows_what_was_measured(
+    launcher: Paced, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = launcher.launch
+
+    def stop(scenario: Scenario, out: Path, listener: RunListener) -> Path:
+        if launcher.num_runs == 2:
+            raise KeyboardInterrupt
+        return done(scenario, out, listener)
+
+    monkeypatch.setattr("capricorn.harness.launcher.launch", stop)
+    assert cli(*TINY, "--json", "--out", tmp_path) == 130
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [(row["replan"], row["slowdown_ci"]) for row in rows] == [("never", None)]
+
+
+def test_the_bootstrap_holds_the_mean_of_the_ratios() -> None:
+    interval = bootstrap([1.0, 1.1, 1.2])
+    assert interval is not None
+    assert 1.0 <= interval[0] < (1.0 * 1.1 * 1.2) ** (1 / 3) < interval[1] <= 1.2
+    assert bootstrap([1.1]) is None
+
+
+# --- mistakes
+
+MISTAKES = [
+    (("--trace", "none.npz"), "trace none.npz cannot be read"),
+    (("--trace", "TRACE", "--nodes", "3"), "--nodes says nothing about a replay"),
+    (("--trace", "TRACE", "--repeats", "2"), "--repeats says nothing about a replay"),
+    (("--trace", "TRACE", "--set", "trace.compute_noize=0"), "did you mean 'trace.compute_noise'?"),
+    (("--trace", "TRACE", "--set", "model.hidden=64"), "unknown key 'model.hidden'"),
+    (("--trace", "TRACE", "--set", "trace.ranks"), "is not key=value"),
+    (("--trace", "TRACE", "--set", "trace.ranks=x"), "ranks = 'x'"),
+    (("--trace", "TRACE", "--set", "trace.rho=1"), "use --rho"),
+    (("--trace", "TRACE", "--set", "trace.first=61"), "comes after the last iteration"),
+    (("--trace", "TRACE", "--set", "trace.ranks=9"), "9 ranks cannot share 8 experts"),
+    (("--set", "planner.gate=on"), "use --gate"),
+    (("--replan", "oracle"), "--trace FILE.npz"),
+    (("--rho", "0.9"), "--rho is for a replay"),
+    (("--rho", "-1"), "is not a positive number"),
+    (("--spans", "layers"), "did you mean 'layer'?"),
+    (("--replan", "every-0"), "unknown planner.replan 'every-0'"),
+    (("--gate", "maybe"), "unknown --gate 'maybe'"),
+    (("--model", "mixtral-smal"), "did you mean 'mixtral-small'?"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES, ids=[" ".join(a) for a, _ in MISTAKES])
+def test_a_mistake_is_one_line_and_exit_code_2(
+    arguments: tuple[str, ...], message: str, trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli("ablate", *(trace if argument == "TRACE" else argument for argument in arguments)) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert message in lines[0]
