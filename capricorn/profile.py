@@ -70,39 +70,42 @@ class IterationProfile:
     ops: tuple[OpKey, ...]
     """In the order they began; the same on every rank."""
     begins_s: tuple[tuple[Seconds, ...], ...]
-    """[W][O], each since the begin of the iteration on its rank: clocks of ranks are never compared."""
+    """[W][O], by one clock for all ranks, since the iteration began on the first of them."""
     ends_s: tuple[tuple[Seconds, ...], ...]
     tokens: Mapping[int, tuple[int, ...]]
     """By MoE layer: token assignments [W] to the experts of each rank; empty where no router was heard."""
-
-    def moving_s(self) -> dict[OpKey, Seconds]:
-        """Of each communication: how long it moves bytes, which is what it takes the rank that comes last."""
-        return {op: min(self._lasted(index)) for index, op in enumerate(self.ops) if op.kind in COMMUNICATION}
+    starts_s: tuple[Seconds, ...] = ()
+    """[W]: when the iteration began; all at 0 where left out."""
 
     def span_s(self) -> tuple[tuple[Seconds, ...], ...]:
         """[W][spans]: from the end of the communication before, on that rank, until the last rank has come to the next.
 
-        The last rank to come is the one whose communication is shortest; the others waited as much as theirs is longer.
+        A rank that waits there for the last one has an idle link; it does not become shorter than nothing.
         """
         index_of = {op: index for index, op in enumerate(self.ops)}
-        rows: list[tuple[Seconds, ...]] = []
         spans = spans_of(self.ops)
-        shortest = [min(self._busy_s(rank, span, index_of) for rank in range(len(self.begins_s))) for span in spans]
-        for rank in range(len(self.begins_s)):
-            ends_s = self.ends_s[rank]
-            row = []
-            for span, moving_s in zip(spans, shortest, strict=True):
-                begin_s = 0.0 if span.opens is None else ends_s[index_of[span.opens]]
-                row.append(max(0.0, ends_s[index_of[span.closes]] - moving_s - begin_s))
-            rows.append(tuple(row))
-        return tuple(rows)
+        closed_s = [self._closed_s(span, index_of) for span in spans]
+        return tuple(
+            tuple(
+                max(0.0, closed - (start_s if span.opens is None else ends_s[index_of[span.opens]]))
+                for span, closed in zip(spans, closed_s, strict=True)
+            )
+            for start_s, ends_s in zip(self.starts_s or (0.0,) * len(self.ends_s), self.ends_s, strict=True)
+        )
 
-    def _lasted(self, index: int) -> list[Seconds]:
-        return [ends[index] - begins[index] for begins, ends in zip(self.begins_s, self.ends_s, strict=True)]
+    def moving_s(self) -> tuple[dict[OpKey, Seconds], ...]:
+        """[W]: of each communication, how long that rank is in it once the last rank has come to it."""
+        begins = {
+            op: max(row[index] for row in self.begins_s)
+            for index, op in enumerate(self.ops)
+            if op.kind in COMMUNICATION
+        }
+        index_of = {op: index for index, op in enumerate(self.ops)}
+        begins |= {span.closes: self._closed_s(span, index_of) for span in spans_of(self.ops)}
+        return tuple({op: max(0.0, row[index_of[op]] - begin) for op, begin in begins.items()} for row in self.ends_s)
 
-    def _busy_s(self, rank: int, span: IdleSpan, index_of: Mapping[OpKey, int]) -> Seconds:
-        """From where the span is over on that rank at the latest to the end of the communication."""
-        end_s = self.ends_s[rank][index_of[span.closes]]
+    def _closed_s(self, span: IdleSpan, index_of: Mapping[OpKey, int]) -> Seconds:
+        """When the last rank has come to what ends the span."""
         if span.closes_after is not None:
-            return end_s - self.ends_s[rank][index_of[span.closes_after]]
-        return end_s - self.begins_s[rank][index_of[span.closes]]
+            return max(row[index_of[span.closes_after]] for row in self.ends_s)
+        return max(row[index_of[span.closes]] for row in self.begins_s)

@@ -97,7 +97,7 @@ class Timeline:
 
     def moving(self, place: int) -> list[tuple[OpKey, Stretch]]:
         """The communications of that rank, each from when the last rank has come to it."""
-        moving_s = self.profile.moving_s()
+        moving_s = self.profile.moving_s()[place]
         return [(op, Stretch(at.end_s - moving_s[op], at.end_s)) for op, at in self.ops(place) if op in moving_s]
 
     def idle_spans(self, place: int) -> list[Stretch]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -105,9 +106,13 @@ def test_as_many_replicas_are_sent_as_there_are_hosts() -> None:
     assert make(hosts=()).plan(1, LINK).chunks == ()
 
 
-def test_a_span_carries_what_the_shortest_of_sender_and_hosts_can_take_and_ends_on_the_senders_clock() -> None:
+def test_a_span_carries_what_fits_once_sender_and_hosts_are_idle_and_ends_by_when_the_sender_began() -> None:
     planner = make()
-    planner.observe(profile([expert_times(0.3), expert_times(0.2), expert_times(0.001)]))
+    measured = profile([expert_times(0.3)] * 3)
+    ends = [list(row) for row in measured.ends_s]
+    for rank, late_s in ((1, 0.1), (2, 0.2)):  # rank 2 is no host of ours
+        ends[rank][OPS.index(SPANS[EXPERT_SPANS[0]].opens)] += late_s
+    planner.observe(replace(measured, ends_s=tuple(map(tuple, ends))))
     limit = planner.plan(1, LINK).limits[EXPERT_SPANS[0]]
     assert limit.num_bytes == pytest.approx(0.2e6, abs=1)
     assert limit.end_s == pytest.approx(0.3)

@@ -87,10 +87,19 @@ def test_waiting_for_a_straggler_is_idle_too() -> None:
     assert rows[0][1] == rows[1][1] == pytest.approx(5)
 
 
-def test_a_communication_moves_as_long_as_it_takes_the_last_rank() -> None:
-    moving_s = profile({"expert.0.forward": (1.0, 5.0)}).moving_s()
-    assert moving_s[op("combine.0.forward")] == pytest.approx(1)
-    assert set(moving_s) == {op for op in OPS if op.kind in ("dispatch", "combine", "reduce", "update")}
+def test_a_communication_moves_from_when_the_last_rank_has_come() -> None:
+    for moving_s in profile({"expert.0.forward": (1.0, 5.0)}).moving_s():
+        assert moving_s[op("combine.0.forward")] == pytest.approx(1)
+        assert set(moving_s) == {op for op in OPS if op.kind in ("dispatch", "combine", "reduce", "update")}
+
+
+def test_a_rank_that_leaves_a_communication_early_is_idle_from_then_on() -> None:
+    measured = profile({})
+    ends = [list(row) for row in measured.ends_s]
+    ends[1][OPS.index(op("dispatch.0.forward"))] -= 0.75
+    early = IterationProfile(1, OPS, measured.begins_s, tuple(map(tuple, ends)), {})
+    assert [row[1] for row in early.span_s()] == pytest.approx([1, 1.75])
+    assert [row[op("dispatch.0.forward")] for row in early.moving_s()] == pytest.approx([1, 0.25])
 
 
 def test_the_exchange_of_counts_after_a_gate_is_not_idle() -> None:
@@ -102,13 +111,7 @@ def test_the_exchange_of_counts_after_a_gate_is_not_idle() -> None:
     assert late.span_s()[0][0] == measured.span_s()[0][0] == pytest.approx(2)
 
 
-def test_durations_need_no_common_clock() -> None:
-    measured = profile({"expert.1.backward": (3.0, 2.0)})
-    shift = ((0.0,) * len(OPS), (7.0,) * len(OPS))
-    moved = [
-        tuple(tuple(t + d for t, d in zip(row, by, strict=True)) for row, by in zip(rows, shift, strict=True))
-        for rows in (measured.begins_s, measured.ends_s)
-    ]
-    rows = IterationProfile(1, OPS, moved[0], moved[1], {}).span_s()
-    for row, expected in zip(rows, measured.span_s(), strict=True):
-        assert row[1:] == pytest.approx(expected[1:])
+def test_the_first_span_begins_when_its_rank_begins() -> None:
+    measured = profile({})
+    late = IterationProfile(1, OPS, measured.begins_s, measured.ends_s, {}, starts_s=(0.0, 0.25))
+    assert [row[0] for row in late.span_s()] == pytest.approx([2, 1.75])

@@ -13,7 +13,7 @@ from capricorn.units import Bytes, Seconds
 class Collisions:
     """The communications of one rank, against what it sent.
 
-    A rank that waits for a straggler moves nothing, so of a communication only its last `moving_s` count.
+    A rank that waits for a straggler holds nobody up, so of a communication only its last `moving_s` count.
     """
 
     def __init__(self) -> None:

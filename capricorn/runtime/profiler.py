@@ -5,7 +5,7 @@ On the training thread only; the times come from its clock, which on a GPU is re
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -19,11 +19,12 @@ from capricorn.units import Seconds
 class Profiler:
     """Stamps begin and end of each op of the iterations that are asked for."""
 
-    def __init__(self, clock: Clock, group: dist.ProcessGroup) -> None:
-        self._clock, self._group = clock, group
+    def __init__(self, clock: Clock, group: dist.ProcessGroup, offset_s: Callable[[], Seconds]) -> None:
+        """`offset_s` yields what to add to the time here for the time on rank 0."""
+        self._clock, self._group, self._offset_s = clock, group, offset_s
         self._world_size = dist.get_world_size(group)
         self._iteration: int | None = None
-        self._begin_s: Seconds = 0.0
+        self._start_s: Seconds = 0.0
         self._begins_s: dict[OpKey, Seconds] = {}
         self._ends_s: dict[OpKey, Seconds] = {}
         self._ops: list[OpKey] = []
@@ -37,7 +38,7 @@ class Profiler:
         """Measures from here to `share`."""
         self._iteration = iteration
         self._ops, self._begins_s, self._ends_s = [], {}, {}
-        self._clock.at(self._begin)
+        self._clock.at(self._start)
 
     def begin(self, op: OpKey) -> None:
         begins_s = self._begins_s
@@ -53,8 +54,8 @@ class Profiler:
         assert self._iteration is not None
         self._clock.settle()
         ops = self._ops
-        times = [times[op] - self._begin_s for times in (self._begins_s, self._ends_s) for op in ops]
-        mine = torch.tensor(times, dtype=torch.float64)
+        times = [self._start_s, *(times[op] for times in (self._begins_s, self._ends_s) for op in ops)]
+        mine = torch.tensor(times, dtype=torch.float64) + self._offset_s()
         rows = [torch.empty_like(mine) for _ in range(self._world_size)]
         work = dist.all_gather(rows, mine, group=self._group, async_op=True)
         assert work is not None
@@ -67,10 +68,13 @@ class Profiler:
             return None
         (iteration, ops, work, rows), self._shared = self._shared, None
         work.wait()
+        starts_s = [float(row[0]) for row in rows]
         begins_s, ends_s = (
-            tuple(tuple(row[part].tolist()) for row in rows) for part in (slice(len(ops)), slice(len(ops), None))
+            tuple(tuple((row[part] - min(starts_s)).tolist()) for row in rows)
+            for part in (slice(1, 1 + len(ops)), slice(1 + len(ops), None))
         )
-        return IterationProfile(iteration, tuple(ops), begins_s, ends_s, tokens)
+        starts_s = [start_s - min(starts_s) for start_s in starts_s]
+        return IterationProfile(iteration, tuple(ops), begins_s, ends_s, tokens, tuple(starts_s))
 
-    def _begin(self, now_s: Seconds) -> None:
-        self._begin_s = now_s
+    def _start(self, now_s: Seconds) -> None:
+        self._start_s = now_s

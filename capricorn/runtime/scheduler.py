@@ -93,7 +93,7 @@ class Scheduler(TrainerHook):
         with self._timed("profile_s"):
             profile = self._profiler.take(self._profiled_tokens)
             if profile is not None:
-                self._collisions.moving_s = profile.moving_s()
+                self._collisions.moving_s = profile.moving_s()[self._ends[0]]
                 self._planner.observe(profile)
                 durations_s = profile.span_s()
                 self._idle_s = sum(map(min, zip(*(durations_s[rank] for rank in self._ends), strict=True)))
@@ -197,6 +197,8 @@ class Scheduler(TrainerHook):
         if span is None:
             return
         self._number += 1
+        if self._profiler.is_on:
+            self._signals.ask_time()
         self._clock.at(_Opening(self._gate, self._signals, self._number, self._limit(span)).reached)
 
     def _limit(self, span: int) -> Limit | None:
@@ -237,6 +239,6 @@ def make_scheduler(
     clock = make_clock(job.device)
     signals = IdleSignals(job.rank, job.address, secret)
     addresses = gather_addresses(job.control_group, signals.address)
-    signals.start({owner: addresses[owner] for owner in owners}, hosts, gate.hear)
-    profiler = Profiler(clock, job.control_group)
+    signals.start(addresses, owners, hosts, gate.hear)
+    profiler = Profiler(clock, job.control_group, signals.offset_s)
     return Scheduler(planner, gate, clock, profiler, signals, [job.rank, *hosts], job.topology.world_size)

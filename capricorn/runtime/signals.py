@@ -1,6 +1,6 @@
-"""How a host tells the owners it serves that its link is idle: datagrams, a few bytes for each idle span.
+"""What ranks tell each other past all queues, in datagrams of a few bytes: that a link is idle, and what time it is.
 
-They may be lost: then a span stays unused. A stranger's are ignored. Knows nothing of spans but their number.
+They may be lost: then a span stays unused, or a clock is less exact. A stranger's are ignored.
 """
 
 from __future__ import annotations
@@ -10,27 +10,43 @@ import hmac
 import socket
 import struct
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
 
 from capricorn.units import Seconds
 
 _TOKEN_BYTES = 8
-_MESSAGE = struct.Struct(f"<{_TOKEN_BYTES}sII")
-"""Token, rank that speaks, number of the span: with its headers as small as a bare acknowledgement."""
+_MESSAGE = struct.Struct(f"<{_TOKEN_BYTES}sBIIdd")
+"""Token, kind, rank that speaks, number of the span, two times: with all headers no longer than an acknowledgement."""
 JOIN_TIMEOUT_S: Seconds = 5.0
+REMEMBERED = 64
+"""Answers of rank 0 of which the fastest is believed: what delays a datagram falsifies the time it tells."""
+
+
+class Kind(IntEnum):
+    """What a datagram says."""
+
+    IDLE = 1  # span `number` has begun here
+    ASK = 2  # it is `sent_s` here; what time is it with you?
+    ANSWER = 3  # when it was `sent_s` with you, more or less, it was `now_s` here
 
 
 class IdleSignals:
-    """One rank's end: tells its owners, hears its hosts."""
+    """One rank's end: tells its owners, hears its hosts, and sets its clock by that of rank 0."""
 
     def __init__(self, rank: int, address: str, secret: bytes) -> None:
         """`secret` is known to the ranks of this attempt alone; it shows who speaks, not that a message is new."""
         self._rank, self._secret = rank, secret
         self._sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._sock.bind((address, 0))
-        self._messages: list[tuple[bytes, tuple[str, int]]] = []
-        self._tokens: dict[int, bytes] = {}
+        self._owners: Mapping[int, tuple[str, int]] = {}
+        self._first: tuple[str, int] | None = None
+        self._hosts: Sequence[int] = ()
         self._on_idle: Callable[[int, int], None] = lambda host, number: None
+        self._tokens: dict[tuple[int, int], bytes] = {}
+        self._answers: deque[tuple[Seconds, Seconds]] = deque(maxlen=REMEMBERED)
         self._thread = threading.Thread(target=self._hear, name="capricorn-hear", daemon=True)
 
     @property
@@ -39,20 +55,31 @@ class IdleSignals:
         return str(host), int(port)
 
     def start(
-        self, owners: Mapping[int, tuple[str, int]], hosts: Sequence[int], on_idle: Callable[[int, int], None]
+        self,
+        addresses: Sequence[tuple[str, int]],
+        owners: Sequence[int],
+        hosts: Sequence[int],
+        on_idle: Callable[[int, int], None],
     ) -> None:
-        """Tells `owners`, by rank, at their addresses; calls `on_idle` with host and number for what `hosts` tell."""
-        self._messages = [(self._token(self._rank, owner), address) for owner, address in owners.items()]
-        self._tokens = {host: self._token(host, self._rank) for host in hosts}
-        self._on_idle = on_idle
+        """Tells `owners`, and calls `on_idle` with host and number for what `hosts` tell; `addresses` by rank."""
+        self._owners = {owner: addresses[owner] for owner in owners}
+        self._first = addresses[0] if self._rank else None
+        self._hosts, self._on_idle = hosts, on_idle
         self._thread.start()
 
     def tell(self, number: int) -> None:
         """Idle span `number` has begun here."""
-        for token, address in self._messages:
-            # A full socket or an absent owner: it is a hint, and the next one follows.
-            with contextlib.suppress(OSError):
-                self._sock.sendto(_MESSAGE.pack(token, self._rank, number), socket.MSG_DONTWAIT, address)
+        for owner, address in self._owners.items():
+            self._send(Kind.IDLE, owner, address, number)
+
+    def ask_time(self) -> None:
+        """Asks rank 0 what time it is."""
+        if self._first is not None:
+            self._send(Kind.ASK, 0, self._first, sent_s=time.perf_counter())
+
+    def offset_s(self) -> Seconds:
+        """What to add to the time here for the time on rank 0; as good as half the fastest round trip."""
+        return min(self._answers, default=(0.0, 0.0))[1]
 
     def close(self) -> None:
         """Ends the thread."""
@@ -63,19 +90,39 @@ class IdleSignals:
             self._thread.join(JOIN_TIMEOUT_S)
         self._sock.close()
 
+    def _send(
+        self, kind: Kind, to: int, address: tuple[str, int], number: int = 0, sent_s: Seconds = 0.0, now_s: Seconds = 0.0
+    ) -> None:
+        message = _MESSAGE.pack(self._token(self._rank, to), kind, self._rank, number, sent_s, now_s)
+        # A full socket or an absent rank: it is a hint, and the next one follows.
+        with contextlib.suppress(OSError):
+            self._sock.sendto(message, socket.MSG_DONTWAIT, address)
+
     def _hear(self) -> None:
         while True:
             try:
                 message, sender = self._sock.recvfrom(_MESSAGE.size + 1)
             except OSError:
-                continue  # an owner that is gone answered with a refusal
+                continue  # a rank that is gone answered with a refusal
             if not message and sender == self.address:
                 return
-            if len(message) != _MESSAGE.size:
-                continue
-            token, host, number = _MESSAGE.unpack(message)
-            if host in self._tokens and hmac.compare_digest(token, self._tokens[host]):
-                self._on_idle(host, number)
+            if len(message) == _MESSAGE.size:
+                self._take(message, sender)
+
+    def _take(self, message: bytes, sender: tuple[str, int]) -> None:
+        now_s = time.perf_counter()
+        token, kind, rank, number, sent_s, there_s = _MESSAGE.unpack(message)
+        if not hmac.compare_digest(token, self._token(rank, self._rank)):
+            return
+        if kind == Kind.IDLE and rank in self._hosts:
+            self._on_idle(rank, number)
+        elif kind == Kind.ASK:
+            self._send(Kind.ANSWER, rank, sender, sent_s=sent_s, now_s=now_s)
+        elif kind == Kind.ANSWER and rank == 0:
+            self._answers.append((now_s - sent_s, there_s - (sent_s + now_s) / 2))
 
     def _token(self, speaker: int, hearer: int) -> bytes:
-        return hmac.digest(self._secret, f"idle {speaker} {hearer}".encode(), "sha256")[:_TOKEN_BYTES]
+        key = (speaker, hearer)
+        if key not in self._tokens:
+            self._tokens[key] = hmac.digest(self._secret, b"%d to %d" % key, "sha256")[:_TOKEN_BYTES]
+        return self._tokens[key]
