@@ -167,7 +167,9 @@ class PlannerConfig(Frozen):
         default="load",
         description="idle spans by the loads of the iteration, by layer, as one average; none sends as soon as staged",
     )
-    replan: str = Field(default="speculative", description="never, every-K, every-iter, speculative, or (offline) oracle")
+    replan: str = Field(
+        default="speculative", description="never, every-K, every-iter, speculative, or (offline) oracle"
+    )
     gate: bool = Field(default=True, description="a chunk starts only while the link is idle at both ends")
     risk: float = Field(default=0.5, gt=0, lt=1, description="quantile of a span's duration to fill it to at most")
     max_chunk_bytes: ByteCount = Field(default=256 * KIB, ge=1024, description="what is sent without looking up")

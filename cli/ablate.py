@@ -100,6 +100,8 @@ def _measure(
     there = list(folders)
     for repeat in range(repeats):
         for policy in there if repeat % 2 == 0 else reversed(there):
+            if not quiet:
+                console().print(describe(policy) if policy else "no checkpoints", style="bold")
             with watching(folders[policy], quiet=quiet, verbose=verbose) as listener:
                 launch(_under(scenario, policy), out, listener)
 

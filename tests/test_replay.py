@@ -307,11 +307,11 @@ def test_known_loads_need_no_history() -> None:
 
 
 @cache
-def real(spans: str, replan: str, rho: float = 0.9, compute_noise: float = 0.02, gate: bool = True) -> Outcome:
+def real(spans: str, replan: str, rho: float = 0.9, compute_noise: float = 0.02, iterations: int = 0) -> Outcome:
     if not TRACE.exists():
         pytest.skip(f"needs the load trace {TRACE}")
-    config = TraceConfig(rho=rho, compute_noise=compute_noise)
-    return replay_policy(policy(spans, replan, gate), train_on(TRACE, config), config)
+    config = TraceConfig(rho=rho, compute_noise=compute_noise, iterations=iterations)
+    return replay_policy(policy(spans, replan), train_on(TRACE, config), config)
 
 
 def test_on_a_real_trace_profiles_become_rare_as_the_loads_settle() -> None:
@@ -321,7 +321,8 @@ def test_on_a_real_trace_profiles_become_rare_as_the_loads_settle() -> None:
 
 
 def test_on_a_real_trace_known_loads_come_close_to_the_oracle() -> None:
-    assert real("load", "speculative").slowdown <= real("layer", "oracle").slowdown + 0.015
+    load, oracle = (real(*names, iterations=1500) for names in (("load", "speculative"), ("layer", "oracle")))
+    assert load.slowdown <= oracle.slowdown + 0.015
 
 
 @pytest.mark.slow
@@ -331,12 +332,17 @@ def test_on_a_real_trace_speculation_is_as_good_as_a_profile_in_every_iteration(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rho", RHOS)
-def test_on_a_real_trace_known_loads_come_close_to_the_oracle_at_any_rho(rho: float) -> None:
-    assert real("load", "speculative", rho).slowdown <= real("layer", "oracle", rho).slowdown + 0.015
-    if rho < 1:
-        without = [real(*names, rho, 0.0).slowdown for names in (("load", "speculative"), ("layer", "oracle"))]
-        assert without[0] <= without[1] + 0.002
+@pytest.mark.parametrize(("rho", "within"), [(0.5, 1.002), (0.9, 1.015), (1.5, 1.03)])
+def test_on_a_real_trace_known_loads_come_close_to_the_oracle_at_any_rho(rho: float, within: float) -> None:
+    # Once not everything fits, what whole chunks leave of each span adds to the overflow.
+    assert real("load", "speculative", rho).slowdown <= within * real("layer", "oracle", rho).slowdown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rho", [0.5, 0.9])
+def test_on_a_real_trace_without_noise_of_computing_known_loads_equal_the_oracle(rho: float) -> None:
+    load, oracle = (real(*names, rho, 0.0) for names in (("load", "speculative"), ("layer", "oracle")))
+    assert load.slowdown <= oracle.slowdown + 0.002
 
 
 @pytest.mark.slow

@@ -10,7 +10,11 @@ from capricorn.planner.plan import Chunk, Limit, Plan
 from capricorn.units import Bytes
 
 LEAST_RISK = 1e-6
+RESERVE = 1.5
+"""Times the bytes of a checkpoint that the spans in use must have room for, or all are used."""
 _HALVINGS = 24
+UNUSED = SpanEstimate(0.0, 0.0)
+NO_LIMIT = Limit(0.0, 0)
 
 
 def partition(
@@ -27,7 +31,9 @@ def partition(
     A byte more in a span costs in expectation the probability that the span is over before it is sent. Where these
     marginal costs differ, moving a byte from the dearer span to the cheaper one gains; so at the optimum they are equal
     in all spans, which is to fill them to one quantile. Beyond `max_risk`, the critical ratio of the newsvendor, a byte
-    is cheaper left over. Source: Capricorn, CLUSTER 2025; the rule is ours.
+    is cheaper left over. As long as the longest spans alone have room in reserve at the lowest risk, the others are
+    left alone: each span in use is one more communication to run into. Source: Capricorn, CLUSTER 2025; the rule is
+    ours.
 
     Args:
         spans: how long both ends of the link are idle, in the order of the iteration.
@@ -39,14 +45,28 @@ def partition(
         ends: how long the spans last on this rank; as long as `spans` if left out.
     """
     num_bytes = shard_bytes * num_replicas
+    spans = _longest(spans, link, RESERVE * num_bytes)
     risk = _least_risk(spans, link, num_bytes, max_risk)
     # Once a chunk is off its place in the plan, half a chunk finds no room in each span.
     late_risk = _least_risk(spans, link, num_bytes + len(spans) * max_chunk_bytes // 2, max_risk)
     room, late = _capacities(spans, link, deviations_at(risk)), deviations_at(late_risk)
     limits = tuple(
-        Limit(end.at_s(late), capacity) for end, capacity in zip(spans if ends is None else ends, room, strict=True)
+        Limit(end.at_s(late), capacity) if span is not UNUSED else NO_LIMIT
+        for span, end, capacity in zip(spans, spans if ends is None else ends, room, strict=True)
     )
     return Plan(tuple(_fill(room, shard_bytes, num_replicas, max_chunk_bytes)), limits, risk, late_risk)
+
+
+def _longest(spans: Sequence[SpanEstimate], link: LinkModel, num_bytes: float) -> list[SpanEstimate]:
+    """The spans with all but the longest that have room for so many bytes replaced by `UNUSED`; all if none suffice."""
+    least = deviations_at(LEAST_RISK)
+    used, room = set[int](), 0
+    for index in sorted(range(len(spans)), key=lambda index: -spans[index].median_s):
+        if room >= num_bytes:
+            return [span if place in used else UNUSED for place, span in enumerate(spans)]
+        used.add(index)
+        room += link.capacity_bytes(spans[index].at_s(least))
+    return list(spans)
 
 
 def _capacities(spans: Sequence[SpanEstimate], link: LinkModel, deviations: float) -> list[Bytes]:

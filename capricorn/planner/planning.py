@@ -136,6 +136,8 @@ class SpanPlanner:
         return self._plan
 
     def limit(self, span: int) -> Limit:
+        if not self._plan.limits[span].num_bytes:
+            return self._plan.limits[span]
         tokens = self._tokens_of(span)
         usable, lasting = self._usable[span].at(tokens), self._lasting[span].at(tokens)
         if usable is None or lasting is None:

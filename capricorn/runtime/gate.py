@@ -24,9 +24,7 @@ class Gate:
     A gate that is not reactive lets out in each span what is planned for it, and the overflow after the last span.
     """
 
-    def __init__(
-        self, *, is_reactive: bool, clock: Callable[[], Seconds] = time.perf_counter
-    ) -> None:
+    def __init__(self, *, is_reactive: bool, clock: Callable[[], Seconds] = time.perf_counter) -> None:
         self.link: LinkModel | None = None
         """What a transfer takes, once it is known."""
         self.hurried_bytes: Bytes = 0

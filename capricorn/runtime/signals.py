@@ -91,7 +91,13 @@ class IdleSignals:
         self._sock.close()
 
     def _send(
-        self, kind: Kind, to: int, address: tuple[str, int], number: int = 0, sent_s: Seconds = 0.0, now_s: Seconds = 0.0
+        self,
+        kind: Kind,
+        to: int,
+        address: tuple[str, int],
+        number: int = 0,
+        sent_s: Seconds = 0.0,
+        now_s: Seconds = 0.0,
     ) -> None:
         message = _MESSAGE.pack(self._token(self._rank, to), kind, self._rank, number, sent_s, now_s)
         # A full socket or an absent rank: it is a hint, and the next one follows.
