@@ -55,7 +55,7 @@ def test_no_span_is_planned_beyond_its_capacity_at_the_risk(given_: Input) -> No
     assert len(plan.limits) == len(spans)
     sizes = by_span(plan)
     for index, (span, limit) in enumerate(zip(spans, plan.limits, strict=True)):
-        assert limit.num_bytes == link.capacity_bytes(span.quantile_s(plan.risk))
+        assert limit.num_bytes in (0, link.capacity_bytes(span.quantile_s(plan.risk)))
         assert sizes[index] <= limit.num_bytes
 
 

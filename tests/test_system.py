@@ -11,11 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from capricorn.config import SystemConfig
+from capricorn.config import PlannerConfig, SystemConfig
 from capricorn.errors import CapricornError, NoCompleteCheckpointError
 from capricorn.hooks import OpKey
 from capricorn.runtime.recovery import newest_common
 from capricorn.runtime.replicating import ReplicatingSystem
+from capricorn.runtime.slot import Slot
 from capricorn.runtime.state import FlatState
 from capricorn.runtime.store import NodeStore
 from capricorn.runtime.transport import ReplicaLink
@@ -29,7 +30,15 @@ SIZE = 300_000
 class Toy:
     """A job whose state after iteration i is the number 100 * i + rank, everywhere."""
 
-    def __init__(self, rank: int, num_nodes: int, folder: Path, attempt: int = 0, **config: Any) -> None:
+    def __init__(
+        self,
+        rank: int,
+        num_nodes: int,
+        folder: Path,
+        attempt: int = 0,
+        planner: PlannerConfig | None = None,
+        **config: Any,
+    ) -> None:
         self.rank, self.weights = rank, torch.full((SIZE,), float(rank))
         self.topology = Topology(num_nodes, 1)
         self.folder = folder / f"node{rank}"
@@ -48,6 +57,7 @@ class Toy:
             config=SystemConfig.model_validate(settings),
             store_dir=self.folder,
             address="127.0.0.1",
+            planner=planner or PlannerConfig(),
         )
         self.system.attach(job, FlatState({"w": self.weights}, capture=lambda: {"position": self.position}))
 
@@ -183,14 +193,14 @@ def test_on_a_link_that_is_too_slow_every_iteration_is_still_saved(tmp_path: Pat
 
 
 def break_link(rank: int, num_nodes: int, folder: str) -> list[Any]:
-    original = ReplicaLink.send_block
+    original = ReplicaLink.send_range
 
-    def send_block(self: ReplicaLink, iteration: int, index: int, payload: memoryview, check: int) -> None:
+    def send_range(self: ReplicaLink, iteration: int, slot: Slot, start: int, stop: int) -> None:
         if rank == 1 and iteration == 3:
             self.close()
-        original(self, iteration, index, payload, check)
+        original(self, iteration, slot, start, stop)
 
-    ReplicaLink.send_block = send_block  # type: ignore[method-assign]
+    ReplicaLink.send_range = send_range  # type: ignore[method-assign]
     toy = Toy(rank, num_nodes, Path(folder))
     toy.train(1, 6)
     try:

@@ -6,7 +6,9 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import closing, suppress
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from capricorn.runtime.slot import Layout, Slot, checksum
 from capricorn.runtime.store import NodeStore
 from capricorn.runtime.transport import ReplicaLink
 from capricorn.runtime.wire import FRAME_BYTES, Frame, Kind, receive, set_deadline
+from capricorn.system import PacedRoute
 from capricorn.topology import Topology
 
 LAYOUT = Layout(payload_bytes=300_000, block_bytes=65536, digest=3)
@@ -40,9 +43,11 @@ class Pair:
         self.host.start({OWNER: LAYOUT})
         self.link = self.make_link(timeout_s=timeout_s)
 
-    def make_link(self, me: Identity = ME, timeout_s: float = 5.0, owner: int = OWNER) -> ReplicaLink:
+    def make_link(
+        self, me: Identity = ME, timeout_s: float = 5.0, owner: int = OWNER, route: PacedRoute | None = None
+    ) -> ReplicaLink:
         return ReplicaLink(
-            me, owner, HOST, self.host.address, timeout_s=timeout_s, low_class=True, send_buffer_bytes=65536
+            me, owner, HOST, self.host.address, timeout_s=timeout_s, low_class=True, send_buffer_bytes=65536, route=route
         )
 
     def staged(self, iteration: int, keep: int = 0) -> Slot:
@@ -58,8 +63,7 @@ class Pair:
     def replicate(self, slot: Slot, iteration: int, keep: int = 0, link: ReplicaLink | None = None) -> None:
         link = link or self.link
         link.begin(iteration, keep)
-        for index in range(LAYOUT.num_blocks):
-            link.send_block(iteration, index, slot.payload[LAYOUT.block(index)], slot.table[index])
+        link.send_range(iteration, slot, 0, LAYOUT.payload_bytes)
         link.commit(iteration)
 
     def replica(self, iteration: int) -> Slot | None:
@@ -98,6 +102,102 @@ def test_an_acknowledged_replica_is_the_same_bytes(pair: Pair) -> None:
     assert pair.replica(2) is not None
 
 
+def send_cut(pair: Pair, slot: Slot, iteration: int, cuts: list[int], link: ReplicaLink | None = None) -> None:
+    """A replica in ranges that end at these places."""
+    link = link or pair.link
+    link.begin(iteration, iteration - 1)
+    for start, stop in pairwise([0, *cuts, LAYOUT.payload_bytes]):
+        link.send_range(iteration, slot, start, stop)
+    link.commit(iteration)
+
+
+def assert_arrived(pair: Pair, slot: Slot, iteration: int) -> None:
+    replica = pair.replica(iteration)
+    assert replica is not None
+    assert replica.damaged_block() is None
+    assert replica.payload == slot.payload
+
+
+BLOCK = LAYOUT.block_bytes
+CUTS = [
+    pytest.param([], id="in one"),
+    pytest.param([BLOCK, 2 * BLOCK, 3 * BLOCK, 4 * BLOCK], id="by block"),
+    pytest.param(list(range(10_007, 300_000, 10_007)), id="several to a block"),
+    pytest.param([100_001, 200_002], id="several blocks in each"),
+    pytest.param([1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 4 * BLOCK, 299_999], id="around the edges"),
+    pytest.param([0, 70_000, 70_000, BLOCK * 2, BLOCK * 2, 300_000], id="with ranges of nothing"),
+]
+
+
+@pytest.mark.parametrize("cuts", CUTS)
+def test_however_a_replica_is_cut_it_arrives_intact(pair: Pair, cuts: list[int]) -> None:
+    pair.link.connect("{}")
+    slot = pair.staged(1)
+    send_cut(pair, slot, 1, cuts)
+    assert_arrived(pair, slot, 1)
+    assert pair.link.sent_bytes == LAYOUT.payload_bytes
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.integers(0, LAYOUT.payload_bytes), max_size=12).map(sorted))
+def test_whatever_the_cuts_a_replica_arrives_intact(pair: Pair, cuts: list[int]) -> None:
+    pair.link.close()
+    pair.link.connect("{}")
+    slot = pair.staged(1)
+    send_cut(pair, slot, 1, cuts)
+    assert_arrived(pair, slot, 1)
+
+
+class Through:
+    """A way to the host that hands on a payload in small pieces."""
+
+    def pieces(self, view: memoryview, *, low: bool = False) -> Iterator[memoryview]:
+        assert low
+        yield from (view[start : start + 7000] for start in range(0, len(view), 7000))
+
+
+@pytest.mark.parametrize("cuts", CUTS)
+def test_a_cut_replica_also_arrives_over_modelled_links(pair: Pair, cuts: list[int]) -> None:
+    with closing(pair.make_link(route=Through())) as link:
+        link.connect("{}")
+        slot = pair.staged(1)
+        send_cut(pair, slot, 1, cuts, link)
+        assert_arrived(pair, slot, 1)
+
+
+def test_a_replica_whose_last_range_is_missing_does_not_count(pair: Pair) -> None:
+    pair.link.connect("{}")
+    slot = pair.staged(1)
+    pair.link.begin(1, 0)
+    pair.link.send_range(1, slot, 0, 4 * BLOCK)
+    with pytest.raises(TransportError):
+        pair.link.commit(1)
+    assert pair.replica(1) is None
+
+
+def test_after_the_acknowledgement_nothing_is_in_flight_and_on_a_closed_link_neither(pair: Pair) -> None:
+    assert pair.link.in_flight_bytes == 0
+    pair.link.connect("{}")
+    pair.replicate(pair.staged(1), 1)
+    assert pair.link.in_flight_bytes == 0
+    pair.link.close()
+    assert pair.link.in_flight_bytes == 0
+
+
+def test_what_the_host_has_not_taken_is_in_flight() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        link = ReplicaLink(ME, OWNER, HOST, silent.getsockname(), timeout_s=5.0, low_class=False, send_buffer_bytes=4096)
+        link._sock = socket.create_connection(silent.getsockname())
+        link._sock.setblocking(False)
+        sent = 0
+        with suppress(BlockingIOError):
+            while True:
+                sent += link._sock.send(bytes(1 << 16))
+        assert 0 < link.in_flight_bytes <= sent
+        link._sock.close()  # as a thread does that gives up the link
+        assert link.in_flight_bytes == 0
+
+
 def test_a_lost_state_is_fetched_back(pair: Pair) -> None:
     pair.link.connect("{}")
     slot = pair.staged(1)
@@ -130,7 +230,7 @@ def test_a_replica_with_a_missing_block_does_not_count(pair: Pair) -> None:
     pair.link.connect("{}")
     slot = pair.staged(1)
     pair.link.begin(1, 0)
-    pair.link.send_block(1, 0, slot.payload[LAYOUT.block(0)], slot.table[0])
+    pair.link.send_range(1, slot, 0, LAYOUT.block_bytes)
     with pytest.raises(TransportError):
         pair.link.commit(1)
     assert pair.replica(1) is None
@@ -141,7 +241,7 @@ def test_an_owner_that_dies_in_the_middle_leaves_the_older_replica(pair: Pair) -
     pair.replicate(pair.staged(1), 1)
     slot = pair.staged(2, keep=1)
     pair.link.begin(2, 1)
-    pair.link.send_block(2, 0, slot.payload[LAYOUT.block(0)], slot.table[0])
+    pair.link.send_range(2, slot, 0, LAYOUT.block_bytes)
     pair.link.close()
     again = pair.make_link()
     again.connect("{}")

@@ -74,7 +74,7 @@ class Gate:
             self._budget, self._is_late = 0, False
 
     def note_late(self) -> None:
-        """The checkpoint on its way holds up the next one: it may use spans beyond the expected end, while we compute."""
+        """The checkpoint on its way holds up the next one: while this rank computes, it need not mind the limit."""
         with self._changed:
             self._is_late = True
             self._changed.notify_all()

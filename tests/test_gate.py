@@ -1,0 +1,343 @@
+"""The gate: what passes when, by a clock that stands still, and who is woken."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from capricorn.planner.link import LinkModel
+from capricorn.planner.plan import Limit
+from capricorn.runtime.gate import Gate
+
+HOST, OTHER = 1, 2
+LINK = LinkModel(latency_s=0.5, bytes_per_s=100.0)
+BEGIN_S = 1000.0
+LIMIT = Limit(end_s=2.0, num_bytes=100)
+DEADLINE_S = 20.0
+
+
+class Held(Exception):  # noqa: N818
+    """Raised in place of a wait."""
+
+
+class Unwilling(threading.Condition):
+    def wait(self, timeout: float | None = None) -> bool:
+        raise Held
+
+
+class Watched(threading.Condition):
+    """Tells that somebody has begun to wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_waited_for = threading.Event()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.is_waited_for.set()
+        return super().wait(timeout)
+
+
+class Clock:
+    now = BEGIN_S
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make(*, is_reactive: bool = True, condition: threading.Condition | None = None) -> tuple[Gate, Clock]:
+    clock, changed = Clock(), condition or Unwilling()
+    with patch("capricorn.runtime.gate.threading.Condition", lambda: changed):
+        gate = Gate(is_reactive=is_reactive, clock=clock)
+    gate.link = LINK
+    return gate, clock
+
+
+def passes(gate: Gate, num_bytes: int = 50, *, host: int = HOST, in_flight: int = 0, is_overflow: bool = False) -> bool:
+    """Whether a chunk passes at once; then it has."""
+    try:
+        assert not gate.wait(host, num_bytes, in_flight, is_overflow=is_overflow)
+    except Held:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("is_reactive", [True, False])
+def test_while_nothing_is_known_of_the_iteration_everything_passes(is_reactive: bool) -> None:
+    gate, _ = make(is_reactive=is_reactive)
+    assert passes(gate, 10**9)
+    assert passes(gate, 10**9, is_overflow=True)
+
+
+def test_a_chunk_passes_if_it_will_have_left_before_the_expected_end() -> None:
+    gate, clock = make()
+    gate.open(1, BEGIN_S, LIMIT)
+    clock.now = BEGIN_S + 1.0
+    assert passes(gate, 50)  # takes 1 s
+    assert not passes(gate, 51)
+    clock.now = BEGIN_S + 1.01
+    assert not passes(gate, 50)
+    assert passes(gate, 49)
+
+
+def test_what_has_not_left_yet_goes_first() -> None:
+    gate, clock = make()
+    gate.open(1, BEGIN_S, LIMIT)
+    clock.now = BEGIN_S + 1.0
+    assert passes(gate, 30, in_flight=20)
+    assert not passes(gate, 30, in_flight=21)
+
+
+def test_the_end_counts_from_the_begin_of_the_span_whenever_that_was() -> None:
+    gate, clock = make()
+    gate.open(1, BEGIN_S - 1.5, LIMIT)
+    assert not passes(gate, 1)
+    clock.now = BEGIN_S - 1.0
+    assert passes(gate, 50)
+
+
+def test_before_the_link_is_known_chunks_pass_until_the_end() -> None:
+    gate, clock = make()
+    gate.link = None
+    gate.open(1, BEGIN_S, LIMIT)
+    clock.now = BEGIN_S + 2.0
+    assert passes(gate, 10**9)
+    clock.now = BEGIN_S + 2.01
+    assert not passes(gate, 1)
+
+
+def test_an_idle_span_is_used_for_more_than_was_planned_if_there_is_time() -> None:
+    gate, _ = make()
+    gate.open(1, BEGIN_S, Limit(end_s=2.0, num_bytes=0))
+    assert all(passes(gate, 50) for _ in range(10))
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+def test_in_the_wait_for_a_straggler_chunks_pass_until_the_expected_end(is_last: bool) -> None:
+    gate, clock = make()
+    gate.open(1, BEGIN_S, LIMIT)
+    gate.close(is_last=is_last)
+    clock.now = BEGIN_S + 1.0
+    assert passes(gate, 50)
+    assert not passes(gate, 51)
+    clock.now = BEGIN_S + 2.01
+    assert not passes(gate, 1)
+
+
+def test_a_chunk_passes_only_once_its_host_has_come_to_the_same_span() -> None:
+    gate, _ = make()
+    gate.open(1, BEGIN_S, LIMIT)
+    gate.hear(HOST, 1)
+    assert passes(gate)
+    gate.open(2, BEGIN_S, LIMIT)
+    assert not passes(gate)
+    gate.hear(OTHER, 2)
+    assert not passes(gate)
+    gate.hear(HOST, 2)
+    assert passes(gate)
+    gate.hear(HOST, 3)
+    assert passes(gate)
+
+
+def test_a_host_that_is_behind_holds_up_only_what_is_for_it() -> None:
+    gate, _ = make()
+    gate.hear(HOST, 1)
+    gate.hear(OTHER, 2)
+    gate.open(2, BEGIN_S, LIMIT)
+    assert not passes(gate, host=HOST)
+    assert passes(gate, host=OTHER)
+
+
+def test_a_host_that_was_never_heard_holds_up_nothing() -> None:
+    gate, _ = make()
+    gate.hear(OTHER, 1)
+    gate.open(7, BEGIN_S, LIMIT)
+    assert passes(gate, host=HOST)
+
+
+def test_a_host_is_waited_for_also_without_a_limit_and_by_a_late_checkpoint() -> None:
+    gate, _ = make()
+    gate.hear(HOST, 1)
+    gate.open(2, BEGIN_S, None)
+    gate.note_late()
+    assert not passes(gate)
+
+
+def test_without_a_limit_a_span_lasts_until_its_close() -> None:
+    gate, clock = make()
+    gate.open(1, BEGIN_S, None)
+    clock.now = BEGIN_S + 1e6
+    assert passes(gate, 10**9)
+    gate.close()
+    assert not passes(gate, 1)
+    gate.open(2, clock.now, None)
+    assert passes(gate, 1)
+
+
+def test_an_old_limit_does_not_outlast_a_span_without_one() -> None:
+    gate, _ = make()
+    gate.open(1, BEGIN_S, LIMIT)
+    gate.open(2, BEGIN_S, None)
+    gate.close()
+    assert not passes(gate, 1)
+
+
+def test_a_late_checkpoint_uses_computing_time_beyond_the_expected_end() -> None:
+    gate, clock = make()
+    gate.open(1, BEGIN_S, LIMIT)
+    clock.now = BEGIN_S + 5.0
+    gate.note_late()
+    assert passes(gate, 10**6)
+    gate.close()
+    assert not passes(gate, 1)
+    gate.open(2, BEGIN_S, LIMIT)
+    assert passes(gate, 10**6)
+
+
+def test_the_next_checkpoint_is_not_late() -> None:
+    gate, clock = make()
+    gate.open(1, BEGIN_S, LIMIT)
+    clock.now = BEGIN_S + 5.0
+    gate.note_late()
+    gate.begin_save()
+    assert not passes(gate, 1)
+
+
+@pytest.mark.parametrize("is_reactive", [True, False])
+def test_while_an_update_waits_everything_passes_and_is_counted(is_reactive: bool) -> None:
+    gate, clock = make(is_reactive=is_reactive)
+    gate.open(1, BEGIN_S, Limit(2.0, 0))
+    gate.close()
+    clock.now = BEGIN_S + 5.0
+    gate.hear(HOST, 0)
+    gate.hurry(True)
+    assert passes(gate, 30)
+    assert passes(gate, 12, is_overflow=True)
+    gate.hurry(False)
+    assert not passes(gate, 1)
+    assert gate.hurried_bytes == 42
+
+
+@pytest.mark.parametrize("is_reactive", [True, False])
+def test_after_a_release_everything_passes_until_the_next_span_and_counts_as_no_hurry(is_reactive: bool) -> None:
+    gate, clock = make(is_reactive=is_reactive)
+    gate.open(1, BEGIN_S, Limit(2.0, 0))
+    gate.close()
+    clock.now = BEGIN_S + 5.0
+    gate.release()
+    assert passes(gate, 10**6)
+    assert passes(gate, 10**6, is_overflow=True)
+    gate.open(2, BEGIN_S, Limit(2.0, 0))
+    assert not passes(gate, 1)
+    assert gate.hurried_bytes == 0
+
+
+def test_a_gate_that_is_not_reactive_goes_by_the_plan_alone() -> None:
+    gate, clock = make(is_reactive=False)
+    gate.hear(HOST, 1)
+    gate.open(5, BEGIN_S, LIMIT)
+    clock.now = BEGIN_S + 100.0
+    gate.close()
+    assert passes(gate, 100, in_flight=1000)
+    assert not passes(gate, 1)
+
+
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=8), st.lists(st.integers(1, 90), min_size=60, max_size=60))
+def test_a_gate_that_is_not_reactive_lets_out_what_is_planned_for_each_span(
+    planned: list[int], chunks: list[int]
+) -> None:
+    """It may be more by a part of one chunk, which is then missing from the next span."""
+    gate, _ = make(is_reactive=False)
+    gate.begin_save()
+    left = iter(chunks)
+    chunk, sent, most = next(left), 0, 0
+    for number, num_bytes in enumerate(planned, 1):
+        gate.open(number, BEGIN_S, Limit(2.0, num_bytes))
+        most += num_bytes
+        while passes(gate, chunk):
+            assert sent < most
+            sent += chunk
+            chunk = next(left, 1)
+        assert sent >= most
+        gate.close(is_last=number == len(planned))
+
+
+def test_the_overflow_passes_after_the_last_span_of_an_iteration_alone() -> None:
+    gate, _ = make(is_reactive=False)
+    for number, is_last in ((1, False), (2, True), (3, False), (4, True)):
+        gate.open(number, BEGIN_S, LIMIT)
+        assert not passes(gate, is_overflow=True)
+        gate.close(is_last=is_last)
+        assert passes(gate, is_overflow=True) == is_last
+
+
+def test_a_new_checkpoint_does_not_inherit_the_room_of_the_last_one() -> None:
+    gate, _ = make(is_reactive=False)
+    gate.open(1, BEGIN_S, Limit(2.0, 1000))
+    gate.begin_save()
+    assert not passes(gate, 1)
+    gate.open(2, BEGIN_S, Limit(2.0, 50))
+    assert passes(gate, 50)
+    assert not passes(gate, 1)
+
+
+def test_a_new_checkpoint_does_not_pay_for_the_excess_of_the_last_one() -> None:
+    gate, _ = make(is_reactive=False)
+    gate.open(1, BEGIN_S, Limit(2.0, 1))
+    assert passes(gate, 1000)
+    gate.begin_save()
+    gate.open(2, BEGIN_S, Limit(2.0, 50))
+    assert passes(gate, 50)
+
+
+def _close(gate: Gate) -> None:
+    gate.open(1, BEGIN_S, None)
+    gate.close()
+
+
+def _leave_the_host_behind(gate: Gate) -> None:
+    gate.hear(HOST, 1)
+    gate.open(2, BEGIN_S, None)
+
+
+def _pass_the_end(gate: Gate) -> None:
+    gate.open(1, BEGIN_S - 100.0, LIMIT)
+
+
+def _fill(gate: Gate) -> None:
+    gate.open(1, BEGIN_S, Limit(2.0, 0))
+
+
+@pytest.mark.parametrize(
+    ("is_reactive", "is_overflow", "hold", "wake"),
+    [
+        pytest.param(True, False, _close, lambda gate: gate.open(2, BEGIN_S, None), id="open"),
+        pytest.param(True, False, _close, lambda gate: gate.hurry(True), id="hurry"),
+        pytest.param(True, False, _close, Gate.release, id="release"),
+        pytest.param(True, False, _leave_the_host_behind, lambda gate: gate.hear(HOST, 2), id="hear"),
+        pytest.param(True, False, _pass_the_end, Gate.note_late, id="late"),
+        pytest.param(False, False, _fill, lambda gate: gate.open(2, BEGIN_S, LIMIT), id="open, by plan"),
+        pytest.param(False, False, _fill, lambda gate: gate.hurry(True), id="hurry, by plan"),
+        pytest.param(False, False, _fill, Gate.release, id="release, by plan"),
+        pytest.param(False, True, _fill, lambda gate: gate.close(is_last=True), id="close of the last, by plan"),
+    ],
+)
+def test_a_thread_that_waits_is_woken_by(
+    is_reactive: bool, is_overflow: bool, hold: Callable[[Gate], None], wake: Callable[[Gate], None]
+) -> None:
+    condition = Watched()
+    gate, _ = make(is_reactive=is_reactive, condition=condition)
+    hold(gate)
+    waited: list[bool] = []
+    thread = threading.Thread(
+        target=lambda: waited.append(gate.wait(HOST, 10, 0, is_overflow=is_overflow)), daemon=True
+    )
+    thread.start()
+    assert condition.is_waited_for.wait(DEADLINE_S)
+    wake(gate)
+    thread.join(DEADLINE_S)
+    assert waited == [True]
