@@ -88,7 +88,11 @@ def test_communications_are_counted_once() -> None:
 
 
 TIMES = st.integers(0, 1000)
-BUSY = st.lists(TIMES, max_size=12, unique=True).map(sorted).map(lambda times: list(zip(times[::2], times[1::2])))
+BUSY = (
+    st.lists(TIMES, max_size=12, unique=True)
+    .map(sorted)
+    .map(lambda times: list(zip(times[::2], times[1::2], strict=False)))
+)
 TRANSFERS = st.lists(
     st.tuples(TIMES, st.integers(0, 300), st.integers(0, 1 << 30)).map(lambda t: sent(t[0], t[0] + t[1], t[2])),
     max_size=8,

@@ -40,13 +40,10 @@ class Steps:
 
 def measure(profiler: Profiler, iteration: int, ops: tuple[OpKey, ...] = OPS) -> tuple[OpKey, ...]:
     profiler.start(iteration)
-    assert profiler.is_on
     for op in ops:
         profiler.begin(op)
         profiler.end(op)
-    shared = profiler.share()
-    assert not profiler.is_on
-    return shared
+    return profiler.share()
 
 
 def measured_in_steps(rank: int, num_ranks: int) -> list[Any]:
@@ -57,9 +54,12 @@ def measured_in_steps(rank: int, num_ranks: int) -> list[Any]:
     assert group is not None
     profiler = Profiler(Steps(begin_s, SLOW_S * (rank + 1)), group, lambda: -ahead_s)
     before = profiler.take(TOKENS)
-    was_on = profiler.is_on
+    is_on = [profiler.is_on]
+    profiler.start(4)
+    is_on.append(profiler.is_on)
     ops = measure(profiler, 5)
-    return [before, was_on, ops, profiler.take(TOKENS), profiler.take(TOKENS)]
+    is_on.append(profiler.is_on)
+    return [before, is_on, ops, profiler.take(TOKENS), profiler.take(TOKENS)]
 
 
 def test_a_profile_has_the_times_of_all_ranks_by_one_clock_and_is_taken_once() -> None:
@@ -74,8 +74,8 @@ def test_a_profile_has_the_times_of_all_ranks_by_one_clock_and_is_taken_once() -
         TOKENS,
         tuple(starts_s),
     )
-    for before, was_on, ops, profile, again in run_ranks(measured_in_steps, num_ranks):
-        assert (before, was_on, again) == (None, False, None)
+    for before, is_on, ops, profile, again in run_ranks(measured_in_steps, num_ranks):
+        assert (before, is_on, again) == (None, [False, True, False], None)
         assert ops == OPS
         assert profile == expected
 
@@ -110,7 +110,12 @@ def nested_and_untaken(rank: int, num_ranks: int) -> list[Any]:
     profiler = Profiler(Steps(0.0, 1.0), group, lambda: 0.0)
     measure(profiler, 1)
     profiler.start(2)
-    for step, op in ((profiler.begin, OPS[0]), (profiler.begin, OPS[1]), (profiler.end, OPS[0]), (profiler.end, OPS[1])):
+    for step, op in (
+        (profiler.begin, OPS[0]),
+        (profiler.begin, OPS[1]),
+        (profiler.end, OPS[0]),
+        (profiler.end, OPS[1]),
+    ):
         step(op)
     profiler.share()
     return [profiler.take({}), profiler.take({})]

@@ -29,6 +29,10 @@ LIMITS = tuple(Limit(0.5 + index, 1000 * index) for index in range(len(SPANS)))
 LINK = LinkModel(0.001, 1e4)
 
 
+def stand_in(**attributes: Any) -> Any:
+    return SimpleNamespace(**attributes)
+
+
 class StandIns:
     """A planner, a gate, a clock, a profiler and signals; what is asked of them goes into `log`."""
 
@@ -42,7 +46,7 @@ class StandIns:
         self.noted: list[tuple[int, float, float]] = []
         self.routed: list[tuple[int, tuple[int, ...]]] = []
         self._ops: list[OpKey] = []
-        self.planner: Any = SimpleNamespace(
+        self.planner = stand_in(
             wants_profile=lambda iteration: iteration in self.profiled,
             on_routed=lambda layer, tokens: self.routed.append((layer, tokens)),
             observe=self.observed.append,
@@ -52,7 +56,7 @@ class StandIns:
             drift=0.125,
             replanned=True,
         )
-        self.gate: Any = SimpleNamespace(
+        self.gate = stand_in(
             open=lambda number, begin_s, limit: self.log.append(("open", number, begin_s, limit)),
             close=lambda *, is_last=False: self.log.append("close last" if is_last else "close"),
             release=lambda: self.log.append("release"),
@@ -61,12 +65,14 @@ class StandIns:
             hurried_bytes=0,
             link=None,
         )
-        self.clock: Any = SimpleNamespace(at=lambda reached: reached(self.now_s), settle=list, close=self._note("clock"))
-        self.profiler: Any = SimpleNamespace(
+        self.clock = stand_in(
+            at=lambda reached: reached(self.now_s), settle=list, close=self._note("clock")
+        )
+        self.profiler = stand_in(
             is_on=False, start=self._profile, begin=self._ops.append, end=lambda op: None, share=self._share,
             take=self._take,
         )  # fmt: skip
-        self.signals: Any = SimpleNamespace(
+        self.signals = stand_in(
             tell=lambda number: self.log.append(("tell", number)),
             ask_time=self._note("ask time"),
             close=self._note("signals"),

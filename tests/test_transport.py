@@ -47,7 +47,14 @@ class Pair:
         self, me: Identity = ME, timeout_s: float = 5.0, owner: int = OWNER, route: PacedRoute | None = None
     ) -> ReplicaLink:
         return ReplicaLink(
-            me, owner, HOST, self.host.address, timeout_s=timeout_s, low_class=True, send_buffer_bytes=65536, route=route
+            me,
+            owner,
+            HOST,
+            self.host.address,
+            timeout_s=timeout_s,
+            low_class=True,
+            send_buffer_bytes=65536,
+            route=route,
         )
 
     def staged(self, iteration: int, keep: int = 0) -> Slot:
@@ -143,9 +150,10 @@ def test_however_a_replica_is_cut_it_arrives_intact(pair: Pair, cuts: list[int])
 def test_whatever_the_cuts_a_replica_arrives_intact(pair: Pair, cuts: list[int]) -> None:
     pair.link.close()
     pair.link.connect("{}")
-    slot = pair.staged(1)
-    send_cut(pair, slot, 1, cuts)
-    assert_arrived(pair, slot, 1)
+    iteration = 1 + max(pair.host_store.iterations(OWNER), default=0)
+    slot = pair.staged(iteration, keep=iteration - 1)
+    send_cut(pair, slot, iteration, cuts)
+    assert_arrived(pair, slot, iteration)
 
 
 class Through:
@@ -186,7 +194,9 @@ def test_after_the_acknowledgement_nothing_is_in_flight_and_on_a_closed_link_nei
 
 def test_what_the_host_has_not_taken_is_in_flight() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        link = ReplicaLink(ME, OWNER, HOST, silent.getsockname(), timeout_s=5.0, low_class=False, send_buffer_bytes=4096)
+        link = ReplicaLink(
+            ME, OWNER, HOST, silent.getsockname(), timeout_s=5.0, low_class=False, send_buffer_bytes=4096
+        )
         link._sock = socket.create_connection(silent.getsockname())
         link._sock.setblocking(False)
         sent = 0

@@ -13,8 +13,9 @@ LEAST_RISK = 1e-6
 RESERVE = 1.5
 """Times the bytes of a checkpoint that the spans in use must have room for, or all are used."""
 _HALVINGS = 24
+SLACK = 1.02
+"""Times the bytes of a checkpoint that are to fit, for what is lost where a transfer begins and ends."""
 UNUSED = SpanEstimate(0.0, 0.0)
-NO_LIMIT = Limit(0.0, 0)
 
 
 def partition(
@@ -45,16 +46,15 @@ def partition(
         ends: how long the spans last on this rank; as long as `spans` if left out.
     """
     num_bytes = shard_bytes * num_replicas
-    spans = _longest(spans, link, RESERVE * num_bytes)
-    risk = _least_risk(spans, link, num_bytes, max_risk)
-    # Once a chunk is off its place in the plan, half a chunk finds no room in each span.
-    late_risk = _least_risk(spans, link, num_bytes + len(spans) * max_chunk_bytes // 2, max_risk)
-    room, late = _capacities(spans, link, deviations_at(risk)), deviations_at(late_risk)
+    used = _longest(spans, link, RESERVE * num_bytes)
+    risk = _least_risk(used, link, SLACK * num_bytes, max_risk)
+    deviations = deviations_at(risk)
+    room = _capacities(used, link, deviations)
     limits = tuple(
-        Limit(end.at_s(late), capacity) if span is not UNUSED else NO_LIMIT
-        for span, end, capacity in zip(spans, spans if ends is None else ends, room, strict=True)
+        Limit(end.at_s(deviations), capacity)
+        for end, capacity in zip(spans if ends is None else ends, room, strict=True)
     )
-    return Plan(tuple(_fill(room, shard_bytes, num_replicas, max_chunk_bytes)), limits, risk, late_risk)
+    return Plan(tuple(_fill(room, shard_bytes, num_replicas, max_chunk_bytes)), limits, risk)
 
 
 def _longest(spans: Sequence[SpanEstimate], link: LinkModel, num_bytes: float) -> list[SpanEstimate]:
@@ -73,7 +73,7 @@ def _capacities(spans: Sequence[SpanEstimate], link: LinkModel, deviations: floa
     return [link.capacity_bytes(span.at_s(deviations)) for span in spans]
 
 
-def _least_risk(spans: Sequence[SpanEstimate], link: LinkModel, num_bytes: Bytes, max_risk: float) -> float:
+def _least_risk(spans: Sequence[SpanEstimate], link: LinkModel, num_bytes: float, max_risk: float) -> float:
     """The lowest at which so many bytes fit; `max_risk` if they never do."""
 
     def fits(risk: float) -> bool:

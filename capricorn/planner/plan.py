@@ -29,7 +29,7 @@ class Limit(NamedTuple):
     end_s: Seconds
     """Since its begin: when what is sent in it must have left."""
     num_bytes: Bytes
-    """What is to be sent in it at most."""
+    """What is to be sent in it at most; 0 leaves the span alone, as long as the checkpoint is not late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,6 @@ class Plan:
     """By idle span."""
     risk: float = 0.0
     """The quantile of their durations to which the spans are filled."""
-    late_risk: float = 0.0
-    """The quantile at which they are taken to end by who sends whole chunks, in whatever span they fit."""
 
     @property
     def planned_bytes(self) -> Bytes:

@@ -72,7 +72,7 @@ class SpanPlanner:
         self._num_fresh = 0
         self._cost_s: Seconds = 0.0
         self._plan, self._link = Plan(()), LinkModel(0.0, 1.0)
-        self._deviations, self._late = 0.0, 0.0
+        self._deviations = 0.0
 
     def wants_profile(self, iteration: int) -> bool:
         if not self._num_left and not self._is_profiling and self._policy.is_due(iteration):
@@ -130,19 +130,18 @@ class SpanPlanner:
         self._plan = partition(
             spans, link, self._shard_bytes, len(self._hosts), config.max_chunk_bytes, config.risk, ends
         )
-        self._deviations, self._late = deviations_at(self._plan.risk), deviations_at(self._plan.late_risk)
+        self._deviations = deviations_at(self._plan.risk)
         self._link = link
         self.replanned, self._has_new = self._has_new, False
         return self._plan
 
     def limit(self, span: int) -> Limit:
-        if not self._plan.limits[span].num_bytes:
-            return self._plan.limits[span]
-        tokens = self._tokens_of(span)
+        planned, tokens = self._plan.limits[span], self._tokens_of(span)
         usable, lasting = self._usable[span].at(tokens), self._lasting[span].at(tokens)
         if usable is None or lasting is None:
-            return self._plan.limits[span]
-        return Limit(lasting.at_s(self._late), self._link.capacity_bytes(usable.at_s(self._deviations)))
+            return planned
+        room = self._link.capacity_bytes(usable.at_s(self._deviations)) if planned.num_bytes else 0
+        return Limit(lasting.at_s(self._deviations), room)
 
     def _estimates(self, durations: Sequence[_Durations]) -> list[SpanEstimate]:
         """By span."""

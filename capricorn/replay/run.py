@@ -93,22 +93,22 @@ class Checkpoint:
     def send_blindly(self, limit: Limit, true_s: Seconds) -> None:
         """A span without a gate: all that is planned up to its end goes out, and no overflow."""
         self._budget += limit.num_bytes
-        started = bisect_left(self._ends, self._budget) + 1 if self._budget else 0
-        self._send(min(started, self._num_planned), true_s)
+        started = min(bisect_left(self._ends, self._budget) + 1 if self._budget else 0, self._num_planned)
+        self._send(self._ends[started - 1] if started else 0, true_s)
 
     def send_gated(self, limit: Limit, true_s: Seconds) -> None:
-        """A span with a gate: no chunk starts after its end, nor if it would leave after the limit.
+        """A span with a gate: nothing starts after its end, nor what would leave after the limit.
 
-        Whatever the plan, a chunk that could go earlier does, and the overflow follows on the rest.
+        Whatever the plan, bytes that could go earlier do, and the overflow follows on the rest.
         """
-        last = self._sent + self._link.capacity_bytes(limit.end_s)
-        started = bisect_left(self._ends, self._sent + true_s * self._link.bytes_per_s) + 1
-        self._send(min(bisect_right(self._ends, last), started), true_s)
+        if limit.num_bytes:
+            room = self._link.capacity_bytes(limit.end_s)
+            started = bisect_left(self._ends, self._sent + true_s * self._link.bytes_per_s)
+            self._send(min(self._sent + room, self._ends[min(started, len(self._ends) - 1)]), true_s)
 
-    def _send(self, num_chunks: int, true_s: Seconds) -> None:
-        """The chunks up to that many, back to back from the begin of a span that lasts that long."""
-        num_chunks = min(num_chunks, len(self._ends))
-        num_bytes = self._ends[num_chunks - 1] - self._sent if num_chunks else 0
+    def _send(self, until: Bytes, true_s: Seconds) -> None:
+        """The bytes up to there, back to back from the begin of a span that lasts that long."""
+        num_bytes = until - self._sent
         if num_bytes <= 0:
             return
         self._sent += num_bytes

@@ -259,19 +259,22 @@ class Executor:
         for chunk in save.plan.chunks:
             if chunk.replica != replica:
                 continue
-            stop = chunk.offset + chunk.num_bytes
+            start, stop = chunk.offset, chunk.offset + chunk.num_bytes
             is_held = not save.is_block_staged((stop - 1) // size)
             if is_held and not save.wait_block((stop - 1) // size, self._timeout_s):
                 raise StoreError(f"iteration {save.iteration} was not staged")
             is_overflow = chunk.span >= len(save.plan.limits)
-            if self._gate.wait(link.host, chunk.num_bytes, in_flight_bytes, is_overflow=is_overflow) or is_held:
-                self._end(transfer, save)
-                transfer = None
-            if transfer is None:
-                transfer = _Transfer(time.perf_counter(), link.in_flight_bytes)
-            link.send_range(save.iteration, slot, chunk.offset, stop)
-            in_flight_bytes = link.in_flight_bytes
-            transfer.add(chunk.num_bytes, in_flight_bytes)
+            while start < stop:
+                passed = self._gate.wait(link.host, stop - start, in_flight_bytes, is_overflow=is_overflow)
+                if passed.has_waited or is_held:
+                    self._end(transfer, save)
+                    transfer, is_held = None, False
+                if transfer is None:
+                    transfer = _Transfer(time.perf_counter(), link.in_flight_bytes)
+                link.send_range(save.iteration, slot, start, start + passed.num_bytes)
+                start += passed.num_bytes
+                in_flight_bytes = link.in_flight_bytes
+                transfer.add(passed.num_bytes, in_flight_bytes)
         self._end(transfer, save)
         link.commit(save.iteration)
 

@@ -8,18 +8,29 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from capricorn.planner.link import LinkModel
 from capricorn.planner.plan import Limit
 from capricorn.units import Bytes, Seconds
 
+LEAST_BYTES = 4096
+"""A smaller part of a chunk is not worth its system calls."""
+
+
+class Passed(NamedTuple):
+    """What the gate has let out."""
+
+    num_bytes: Bytes
+    has_waited: bool
+
 
 class Gate:
     """Lets chunks pass while the link is idle; without anything known of the iteration, always.
 
-    A reactive gate looks at what really happens: a chunk passes if it will have left before the idle span is expected
-    to end, and if the host has come to the same span. Until then a rank may wait in a communication for a straggler,
-    while its link is idle. A chunk that could go earlier than planned, does.
+    A reactive gate looks at what really happens: so much of a chunk passes as will have left before the idle span is
+    expected to end, once the host has come to the same span. Until then a rank may wait in a communication for a
+    straggler, while its link is idle. A chunk that could go earlier than planned, does.
 
     A gate that is not reactive lets out in each span what is planned for it, and the overflow after the last span.
     """
@@ -68,13 +79,19 @@ class Gate:
             self._is_hurried = is_hurried
             self._changed.notify_all()
 
-    def begin_save(self) -> None:
-        """A new checkpoint starts: what the last one has not used of its spans is not its own."""
+    def begin_save(self, *, is_late: bool) -> None:
+        """A new checkpoint starts, some time after its iteration if it is late.
+
+        What the last one has not used of its spans is not its own.
+        """
         with self._changed:
-            self._budget, self._is_late = 0, False
+            self._budget, self._is_late = 0, is_late
 
     def note_late(self) -> None:
-        """The checkpoint on its way holds up the next one: while this rank computes, it need not mind the limit."""
+        """The checkpoint on its way holds up the next one.
+
+        It may use all spans, and while this rank computes it need not mind the limit: nobody communicates without us.
+        """
         with self._changed:
             self._is_late = True
             self._changed.notify_all()
@@ -85,37 +102,50 @@ class Gate:
             self._heard[host] = number
             self._changed.notify_all()
 
-    def wait(self, host: int, num_bytes: Bytes, in_flight_bytes: Bytes, *, is_overflow: bool) -> bool:
-        """Returns when a chunk for that host may start; whether that took a wait.
+    def wait(self, host: int, num_bytes: Bytes, in_flight_bytes: Bytes, *, is_overflow: bool) -> Passed:
+        """Returns when a chunk of so many bytes for that host may start, or a part of it.
 
         `in_flight_bytes` were handed to the network before and may not have left yet.
         """
         has_waited = False
         with self._changed:
-            while not self._may_start(host, num_bytes, in_flight_bytes, is_overflow):
+            while not (passing := self._passing_bytes(host, num_bytes, in_flight_bytes, is_overflow)):
                 has_waited = True
                 self._changed.wait()
-            self._budget -= num_bytes
+            self._budget -= passing
             if self._is_hurried:
-                self.hurried_bytes += num_bytes
-        return has_waited
+                self.hurried_bytes += passing
+        return Passed(passing, has_waited)
 
-    def _may_start(self, host: int, num_bytes: Bytes, in_flight_bytes: Bytes, is_overflow: bool) -> bool:
+    def _passing_bytes(self, host: int, num_bytes: Bytes, in_flight_bytes: Bytes, is_overflow: bool) -> Bytes:
         if self._is_free or self._is_hurried:
-            return True
+            return num_bytes
         if not self._is_reactive:
-            if self._limit is None:
-                return True
-            return self._is_over if is_overflow else self._budget > 0
+            return num_bytes if self._is_due(is_overflow) else 0
         if not self._is_idle_at(host):
-            return False
-        if self._is_computing and (self._limit is None or self._is_late):
+            return 0
+        limit = self._limit
+        if limit is None or self._is_late:
+            if self._is_computing:
+                return num_bytes
+        elif not limit.num_bytes:
+            return 0
+        return 0 if limit is None else self._fitting_bytes(num_bytes, in_flight_bytes)
+
+    def _is_due(self, is_overflow: bool) -> bool:
+        """By the plan alone."""
+        if self._limit is None:
             return True
-        return self._limit is not None and self._leaves_s(num_bytes + in_flight_bytes) <= self._end_s
+        return self._is_over if is_overflow else self._budget > 0
+
+    def _fitting_bytes(self, num_bytes: Bytes, in_flight_bytes: Bytes) -> Bytes:
+        """How much of that leaves before the span is expected to end; nothing rather than a scrap."""
+        left_s = self._end_s - self._clock()
+        if self.link is None:
+            return num_bytes if left_s > 0 else 0
+        fitting = min(num_bytes, self.link.capacity_bytes(left_s) - in_flight_bytes)
+        return fitting if fitting >= min(num_bytes, LEAST_BYTES) else 0
 
     def _is_idle_at(self, host: int) -> bool:
         # A host that was never heard cannot be: its datagrams are held back somewhere, and we go by our own end alone.
         return self._heard.get(host, self._number) >= self._number
-
-    def _leaves_s(self, num_bytes: Bytes) -> Seconds:
-        return self._clock() + (self.link.transfer_s(num_bytes) if self.link is not None else 0.0)

@@ -94,8 +94,9 @@ class ReplicatingSystem(CheckpointSystem):
 
     def on_op_end(self, op: OpKey) -> None:
         self._scheduler.on_op_end(op)
-        # The save before is late: ask again at every combine, so that the next starts as soon as that one has settled.
-        if self._waiting is not None and op.kind == "combine":
+        # The save before is late: ask again whenever the ranks have waited for each other's experts, so that the next
+        # starts as soon as that one has settled. The answer is taken the next time, when it has long been there.
+        if self._waiting is not None and op.kind == ("combine" if op.direction == "forward" else "dispatch"):
             if self._learn():
                 self._start(self._waiting)
             else:
@@ -229,8 +230,8 @@ class ReplicatingSystem(CheckpointSystem):
 
     def _start(self, iteration: int) -> None:
         assert self._executor is not None
-        self._waiting = None
-        plan = self._scheduler.plan(iteration, self._executor.link_model())
+        is_late, self._waiting = self._waiting is not None, None
+        plan = self._scheduler.plan(iteration, self._executor.link_model(), is_late=is_late)
         save = self._executor.start(iteration, self._completion.latest, plan)
         self._completion.expect(save)
 

@@ -76,12 +76,15 @@ class Scheduler(TrainerHook):
 
     # --- plans, between iterations -------------------------------------------------------------------------------
 
-    def plan(self, iteration: int, link: LinkModel | None) -> Plan:
-        """How to send the checkpoint of that iteration over such a link; without one, all of it is overflow."""
+    def plan(self, iteration: int, link: LinkModel | None, *, is_late: bool = False) -> Plan:
+        """How to send the checkpoint of that iteration over such a link; without one, all of it is overflow.
+
+        `is_late` if it had to wait for the one before.
+        """
         with self._timed("plan_s"):
             self._plan = self._planner.plan(iteration, link or LinkModel(0.0, 0.0))
         self._gate.link = link
-        self._gate.begin_save()
+        self._gate.begin_save(is_late=is_late)
         now = self._planning
         now.replanned = now.replanned or self._planner.replanned
         now.planned_bytes += self._plan.planned_bytes
