@@ -69,7 +69,7 @@ class IterationSample(Frozen):
     colliding_bytes: Bytes = 0
     """Sent while an all-to-all or a reduction moved bytes on this rank."""
     overflow_bytes: Bytes = 0
-    """Sent while the update waited for them."""
+    """Sent because the update or the next checkpoint waited for them."""
     drift: float = 0.0
     """Of the expert loads since the plan."""
     risk: float = 0.0

@@ -137,7 +137,7 @@ class Planning:
     colliding_bytes: Bytes = 0
     """Sent while a communication moved bytes."""
     overflow_bytes: Bytes = 0
-    """Sent while an update waited for them."""
+    """Sent because an update or the next checkpoint waited for them."""
     collision_s: Seconds = 0.0
     overflow_s: Seconds = 0.0
     drift: float = 0.0

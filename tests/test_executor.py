@@ -109,7 +109,7 @@ def test_an_update_that_waits_lets_everything_pass_and_then_no_more(rank: Rank) 
     save = rank.executor.start(1, 0, rank.plan([5000]))
     rank.executor.settle(save, DEADLINE_S)
     assert save.is_complete
-    assert rank.gate.hurried_bytes == rank.num_bytes
+    assert rank.gate.overflow_bytes == rank.num_bytes
     rank.weights += 1
     save = rank.executor.start(2, 1, rank.plan([5000]))
     assert save.wait_staged(DEADLINE_S)
@@ -120,7 +120,7 @@ def test_a_plan_leaves_span_by_span_and_its_overflow_last(tmp_path: Path) -> Non
     rank = Rank(tmp_path, is_reactive=False)
     limits = (Limit(1.0, 5000), Limit(1.0, 300_000))
     rank.gate.open(1, 0.0, CLOSED)
-    rank.gate.begin_save()
+    rank.gate.begin_save(is_late=False)
     save = rank.executor.start(1, 0, rank.plan([5000, 305_000], limits))
     assert save.wait_staged(DEADLINE_S)
     sent = [rank.executor.sent_bytes]

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from capricorn.planner.link import LinkModel
 from capricorn.planner.plan import Limit
-from capricorn.runtime.gate import Gate
+from capricorn.runtime.gate import LEAST_BYTES, Gate, Passed
 
 HOST, OTHER = 1, 2
-LINK = LinkModel(latency_s=0.5, bytes_per_s=100.0)
+LINK = LinkModel(latency_s=0.5, bytes_per_s=1e5)
 BEGIN_S = 1000.0
 LIMIT = Limit(end_s=2.0, num_bytes=100)
+UNUSED = Limit(end_s=2.0, num_bytes=0)
 DEADLINE_S = 20.0
 
 
@@ -57,13 +58,21 @@ def make(*, is_reactive: bool = True, condition: threading.Condition | None = No
     return gate, clock
 
 
-def passes(gate: Gate, num_bytes: int = 50, *, host: int = HOST, in_flight: int = 0, is_overflow: bool = False) -> bool:
-    """Whether a chunk passes at once; then it has."""
+def passing(gate: Gate, num_bytes: int, *, host: int = HOST, in_flight: int = 0, is_overflow: bool = False) -> int:
+    """How much of a chunk passes at once; that then has."""
     try:
-        assert not gate.wait(host, num_bytes, in_flight, is_overflow=is_overflow)
+        passed = gate.wait(host, num_bytes, in_flight, is_overflow=is_overflow)
     except Held:
-        return False
-    return True
+        return 0
+    assert not passed.has_waited
+    return passed.num_bytes
+
+
+def passes(gate: Gate, num_bytes: int = 50_000, *, host: int = HOST, is_overflow: bool = False) -> bool:
+    """Whether all of it passes, rather than nothing."""
+    passed = passing(gate, num_bytes, host=host, is_overflow=is_overflow)
+    assert passed in (0, num_bytes)
+    return passed == num_bytes
 
 
 @pytest.mark.parametrize("is_reactive", [True, False])
@@ -73,47 +82,87 @@ def test_while_nothing_is_known_of_the_iteration_everything_passes(is_reactive: 
     assert passes(gate, 10**9, is_overflow=True)
 
 
-def test_a_chunk_passes_if_it_will_have_left_before_the_expected_end() -> None:
+def test_of_a_chunk_passes_what_will_have_left_before_the_expected_end() -> None:
     gate, clock = make()
     gate.open(1, BEGIN_S, LIMIT)
-    clock.now = BEGIN_S + 1.0
-    assert passes(gate, 50)  # takes 1 s
-    assert not passes(gate, 51)
-    clock.now = BEGIN_S + 1.01
-    assert not passes(gate, 50)
-    assert passes(gate, 49)
+    clock.now = BEGIN_S + 1.0  # 50 kB take a second
+    assert passing(gate, 49_999) == 49_999
+    assert passing(gate, 50_000) == 50_000
+    assert passing(gate, 200_000) == 50_000
+    clock.now = BEGIN_S + 1.25
+    assert passing(gate, 200_000) == 25_000
+    clock.now = BEGIN_S + 1.5
+    assert passing(gate, 1) == 0
 
 
 def test_what_has_not_left_yet_goes_first() -> None:
     gate, clock = make()
     gate.open(1, BEGIN_S, LIMIT)
     clock.now = BEGIN_S + 1.0
-    assert passes(gate, 30, in_flight=20)
-    assert not passes(gate, 30, in_flight=21)
+    assert passing(gate, 30_000, in_flight=20_000) == 30_000
+    assert passing(gate, 30_000, in_flight=30_000) == 20_000
+    assert passing(gate, 30_000, in_flight=50_000) == 0
+    assert passing(gate, 30_000, in_flight=10**9) == 0
+
+
+def test_a_small_part_of_a_chunk_waits_for_more_room_and_a_small_rest_does_not() -> None:
+    gate, clock = make()
+    gate.open(1, BEGIN_S, LIMIT)
+    clock.now = BEGIN_S + 1.0
+    assert passing(gate, 10_000, in_flight=50_000 - LEAST_BYTES) == LEAST_BYTES
+    assert passing(gate, 10_000, in_flight=50_000 - LEAST_BYTES + 1) == 0
+    assert passing(gate, 10, in_flight=50_000 - 10) == 10
+    assert passing(gate, 10, in_flight=50_000 - 9) == 0
+
+
+@given(
+    st.floats(0, 3), st.integers(1, 1 << 20), st.integers(0, 1 << 20), st.floats(0, 1), st.floats(1e3, 1e9),
+)  # fmt: skip
+def test_whatever_passes_leaves_in_time(
+    past_s: float, num_bytes: int, in_flight: int, latency_s: float, rate: float
+) -> None:
+    gate, clock = make()
+    gate.link = link = LinkModel(latency_s, rate)
+    gate.open(1, BEGIN_S, LIMIT)
+    clock.now = BEGIN_S + past_s
+    passed = passing(gate, num_bytes, in_flight=in_flight)
+    assert 0 <= passed <= num_bytes
+    if passed:
+        assert clock.now + link.transfer_s(passed + in_flight) <= BEGIN_S + LIMIT.end_s + 1e-6
+    else:
+        assert clock.now + link.transfer_s(min(num_bytes, LEAST_BYTES) + in_flight) > BEGIN_S + LIMIT.end_s - 2 / rate
 
 
 def test_the_end_counts_from_the_begin_of_the_span_whenever_that_was() -> None:
     gate, clock = make()
     gate.open(1, BEGIN_S - 1.5, LIMIT)
     assert not passes(gate, 1)
-    clock.now = BEGIN_S - 1.0
-    assert passes(gate, 50)
+    clock.now = BEGIN_S - 0.5
+    assert passing(gate, 200_000) == 50_000
 
 
 def test_before_the_link_is_known_chunks_pass_until_the_end() -> None:
     gate, clock = make()
     gate.link = None
     gate.open(1, BEGIN_S, LIMIT)
-    clock.now = BEGIN_S + 2.0
+    clock.now = BEGIN_S + 1.99
     assert passes(gate, 10**9)
     clock.now = BEGIN_S + 2.01
     assert not passes(gate, 1)
 
 
-def test_an_idle_span_is_used_for_more_than_was_planned_if_there_is_time() -> None:
+def test_a_span_in_use_may_carry_more_than_was_planned_for_it() -> None:
     gate, _ = make()
-    gate.open(1, BEGIN_S, Limit(end_s=2.0, num_bytes=0))
-    assert all(passes(gate, 50) for _ in range(10))
+    gate.open(1, BEGIN_S, Limit(end_s=2.0, num_bytes=1))
+    assert all(passes(gate) for _ in range(10))
+
+
+def test_a_span_that_is_not_in_use_carries_nothing() -> None:
+    gate, _ = make()
+    gate.open(1, BEGIN_S, UNUSED)
+    assert not passes(gate, 1)
+    gate.close()
+    assert not passes(gate, 1)
 
 
 @pytest.mark.parametrize("is_last", [True, False])
@@ -122,8 +171,7 @@ def test_in_the_wait_for_a_straggler_chunks_pass_until_the_expected_end(is_last:
     gate.open(1, BEGIN_S, LIMIT)
     gate.close(is_last=is_last)
     clock.now = BEGIN_S + 1.0
-    assert passes(gate, 50)
-    assert not passes(gate, 51)
+    assert passing(gate, 200_000) == 50_000
     clock.now = BEGIN_S + 2.01
     assert not passes(gate, 1)
 
@@ -163,7 +211,7 @@ def test_a_host_is_waited_for_also_without_a_limit_and_by_a_late_checkpoint() ->
     gate, _ = make()
     gate.hear(HOST, 1)
     gate.open(2, BEGIN_S, None)
-    gate.note_late()
+    gate.begin_save(is_late=True)
     assert not passes(gate)
 
 
@@ -190,7 +238,7 @@ def test_a_late_checkpoint_uses_computing_time_beyond_the_expected_end() -> None
     gate, clock = make()
     gate.open(1, BEGIN_S, LIMIT)
     clock.now = BEGIN_S + 5.0
-    gate.note_late()
+    gate.begin_save(is_late=True)
     assert passes(gate, 10**6)
     gate.close()
     assert not passes(gate, 1)
@@ -198,19 +246,46 @@ def test_a_late_checkpoint_uses_computing_time_beyond_the_expected_end() -> None
     assert passes(gate, 10**6)
 
 
-def test_the_next_checkpoint_is_not_late() -> None:
+def test_a_late_checkpoint_uses_spans_that_are_not_in_use_also_in_the_wait_for_a_straggler() -> None:
     gate, clock = make()
+    gate.begin_save(is_late=True)
+    gate.open(1, BEGIN_S, UNUSED)
+    assert passes(gate, 10**6)
+    gate.close()
+    clock.now = BEGIN_S + 1.0
+    assert passing(gate, 200_000) == 50_000
+
+
+def test_the_next_checkpoint_is_not_late_unless_that_is_said() -> None:
+    gate, clock = make()
+    gate.begin_save(is_late=True)
     gate.open(1, BEGIN_S, LIMIT)
     clock.now = BEGIN_S + 5.0
-    gate.note_late()
-    gate.begin_save()
+    gate.begin_save(is_late=False)
     assert not passes(gate, 1)
+
+
+@pytest.mark.parametrize("is_reactive", [True, False])
+def test_a_checkpoint_that_holds_up_the_next_one_passes_whatever_goes_on_and_is_counted(is_reactive: bool) -> None:
+    gate, clock = make(is_reactive=is_reactive)
+    gate.open(1, BEGIN_S, UNUSED)
+    gate.close()
+    clock.now = BEGIN_S + 5.0
+    gate.hear(HOST, 0)
+    assert not passes(gate, 1)
+    gate.note_overdue()
+    assert passes(gate, 30)
+    gate.open(2, BEGIN_S, UNUSED)
+    assert passes(gate, 12, is_overflow=True)
+    gate.begin_save(is_late=False)
+    assert not passes(gate, 1)
+    assert gate.overflow_bytes == 42
 
 
 @pytest.mark.parametrize("is_reactive", [True, False])
 def test_while_an_update_waits_everything_passes_and_is_counted(is_reactive: bool) -> None:
     gate, clock = make(is_reactive=is_reactive)
-    gate.open(1, BEGIN_S, Limit(2.0, 0))
+    gate.open(1, BEGIN_S, UNUSED)
     gate.close()
     clock.now = BEGIN_S + 5.0
     gate.hear(HOST, 0)
@@ -219,21 +294,21 @@ def test_while_an_update_waits_everything_passes_and_is_counted(is_reactive: boo
     assert passes(gate, 12, is_overflow=True)
     gate.hurry(False)
     assert not passes(gate, 1)
-    assert gate.hurried_bytes == 42
+    assert gate.overflow_bytes == 42
 
 
 @pytest.mark.parametrize("is_reactive", [True, False])
 def test_after_a_release_everything_passes_until_the_next_span_and_counts_as_no_hurry(is_reactive: bool) -> None:
     gate, clock = make(is_reactive=is_reactive)
-    gate.open(1, BEGIN_S, Limit(2.0, 0))
+    gate.open(1, BEGIN_S, UNUSED)
     gate.close()
     clock.now = BEGIN_S + 5.0
     gate.release()
     assert passes(gate, 10**6)
     assert passes(gate, 10**6, is_overflow=True)
-    gate.open(2, BEGIN_S, Limit(2.0, 0))
+    gate.open(2, BEGIN_S, UNUSED)
     assert not passes(gate, 1)
-    assert gate.hurried_bytes == 0
+    assert gate.overflow_bytes == 0
 
 
 def test_a_gate_that_is_not_reactive_goes_by_the_plan_alone() -> None:
@@ -242,7 +317,7 @@ def test_a_gate_that_is_not_reactive_goes_by_the_plan_alone() -> None:
     gate.open(5, BEGIN_S, LIMIT)
     clock.now = BEGIN_S + 100.0
     gate.close()
-    assert passes(gate, 100, in_flight=1000)
+    assert passing(gate, 100, in_flight=1000) == 100
     assert not passes(gate, 1)
 
 
@@ -252,7 +327,7 @@ def test_a_gate_that_is_not_reactive_lets_out_what_is_planned_for_each_span(
 ) -> None:
     """It may be more by a part of one chunk, which is then missing from the next span."""
     gate, _ = make(is_reactive=False)
-    gate.begin_save()
+    gate.begin_save(is_late=False)
     left = iter(chunks)
     chunk, sent, most = next(left), 0, 0
     for number, num_bytes in enumerate(planned, 1):
@@ -278,7 +353,7 @@ def test_the_overflow_passes_after_the_last_span_of_an_iteration_alone() -> None
 def test_a_new_checkpoint_does_not_inherit_the_room_of_the_last_one() -> None:
     gate, _ = make(is_reactive=False)
     gate.open(1, BEGIN_S, Limit(2.0, 1000))
-    gate.begin_save()
+    gate.begin_save(is_late=False)
     assert not passes(gate, 1)
     gate.open(2, BEGIN_S, Limit(2.0, 50))
     assert passes(gate, 50)
@@ -289,7 +364,7 @@ def test_a_new_checkpoint_does_not_pay_for_the_excess_of_the_last_one() -> None:
     gate, _ = make(is_reactive=False)
     gate.open(1, BEGIN_S, Limit(2.0, 1))
     assert passes(gate, 1000)
-    gate.begin_save()
+    gate.begin_save(is_late=False)
     gate.open(2, BEGIN_S, Limit(2.0, 50))
     assert passes(gate, 50)
 
@@ -309,7 +384,7 @@ def _pass_the_end(gate: Gate) -> None:
 
 
 def _fill(gate: Gate) -> None:
-    gate.open(1, BEGIN_S, Limit(2.0, 0))
+    gate.open(1, BEGIN_S, UNUSED)
 
 
 @pytest.mark.parametrize(
@@ -319,10 +394,11 @@ def _fill(gate: Gate) -> None:
         pytest.param(True, False, _close, lambda gate: gate.hurry(True), id="hurry"),
         pytest.param(True, False, _close, Gate.release, id="release"),
         pytest.param(True, False, _leave_the_host_behind, lambda gate: gate.hear(HOST, 2), id="hear"),
-        pytest.param(True, False, _pass_the_end, Gate.note_late, id="late"),
+        pytest.param(True, False, _pass_the_end, Gate.note_overdue, id="overdue"),
         pytest.param(False, False, _fill, lambda gate: gate.open(2, BEGIN_S, LIMIT), id="open, by plan"),
         pytest.param(False, False, _fill, lambda gate: gate.hurry(True), id="hurry, by plan"),
         pytest.param(False, False, _fill, Gate.release, id="release, by plan"),
+        pytest.param(False, False, _fill, Gate.note_overdue, id="overdue, by plan"),
         pytest.param(False, True, _fill, lambda gate: gate.close(is_last=True), id="close of the last, by plan"),
     ],
 )
@@ -332,12 +408,12 @@ def test_a_thread_that_waits_is_woken_by(
     condition = Watched()
     gate, _ = make(is_reactive=is_reactive, condition=condition)
     hold(gate)
-    waited: list[bool] = []
+    passed: list[Passed] = []
     thread = threading.Thread(
-        target=lambda: waited.append(gate.wait(HOST, 10, 0, is_overflow=is_overflow)), daemon=True
+        target=lambda: passed.append(gate.wait(HOST, 10, 0, is_overflow=is_overflow)), daemon=True
     )
     thread.start()
     assert condition.is_waited_for.wait(DEADLINE_S)
     wake(gate)
     thread.join(DEADLINE_S)
-    assert waited == [True]
+    assert passed == [Passed(10, has_waited=True)]

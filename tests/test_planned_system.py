@@ -36,9 +36,7 @@ class Training(Toy):
     def weights_of(self, iteration: int) -> torch.Tensor:
         return (torch.arange(SIZE) * 31 + iteration * 7919 + self.rank * 104729).remainder(1 << 23).float()
 
-    def run(
-        self, first: int, last: int, *, has_iterations: bool = True, ops: Sequence[OpKey] = OPS
-    ) -> list[Planning]:
+    def run(self, first: int, last: int, *, has_iterations: bool = True, ops: Sequence[OpKey] = OPS) -> list[Planning]:
         """What was planned, by iteration."""
         planned = []
         for iteration in range(first, last + 1):
@@ -234,7 +232,7 @@ def failed_to_attach(rank: int, num_nodes: int, folder: str) -> list[Any]:
 
     replicating.ReplicatingSystem.__init__ = init  # type: ignore[method-assign]
     try:
-        Training(rank, num_nodes, Path(folder))
+        Training(rank, num_nodes, Path(folder), replicas=1)
     except OSError as error:
         systems[0].close()
         systems[0].close()

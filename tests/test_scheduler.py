@@ -60,14 +60,12 @@ class StandIns:
             open=lambda number, begin_s, limit: self.log.append(("open", number, begin_s, limit)),
             close=lambda *, is_last=False: self.log.append("close last" if is_last else "close"),
             release=lambda: self.log.append("release"),
-            begin_save=lambda: self.log.append("begin save"),
-            note_late=lambda: self.log.append("late"),
-            hurried_bytes=0,
+            begin_save=lambda *, is_late: self.log.append("begin late save" if is_late else "begin save"),
+            note_overdue=lambda: self.log.append("overdue"),
+            overflow_bytes=0,
             link=None,
         )
-        self.clock = stand_in(
-            at=lambda reached: reached(self.now_s), settle=list, close=self._note("clock")
-        )
+        self.clock = stand_in(at=lambda reached: reached(self.now_s), settle=list, close=self._note("clock"))
         self.profiler = stand_in(
             is_on=False, start=self._profile, begin=self._ops.append, end=lambda op: None, share=self._share,
             take=self._take,
@@ -125,7 +123,7 @@ def between_ops(log: Sequence[Any]) -> dict[str, Any]:
     found: dict[str, list[Any]] = {}
     last = "start"
     for entry in log:
-        if isinstance(entry, str) and entry.startswith(("begin ", "end ")) and entry != "begin save":
+        if isinstance(entry, str) and entry.startswith(("begin ", "end ")) and not entry.endswith("save"):
             last = entry
         else:
             found.setdefault(last, []).append(entry[:2] if isinstance(entry, tuple) else entry)
@@ -292,10 +290,12 @@ def test_what_planning_did_is_taken_once_and_the_link_stays_known() -> None:
     assert second.link_bytes_per_s == 1e4
 
 
-def test_a_late_checkpoint_is_told_to_the_gate() -> None:
+def test_late_checkpoints_are_told_to_the_gate() -> None:
     job = StandIns()
-    job.scheduler.late()
-    assert job.log == ["late"]
+    job.scheduler.overdue()
+    job.scheduler.plan(1, LINK, is_late=True)
+    job.scheduler.plan(2, LINK)
+    assert job.log == ["overdue", "begin late save", "begin save"]
 
 
 def sent(begin_s: float, end_s: float, num_bytes: int) -> ChunkEvent:
@@ -320,7 +320,7 @@ def test_bytes_sent_in_communications_collide_and_all_others_are_hidden() -> Non
 
 def test_bytes_that_an_update_waited_for_are_overflow_and_counted_once() -> None:
     job = StandIns()
-    job.gate.hurried_bytes = 70
+    job.gate.overflow_bytes = 70
     job.scheduler.book([sent(0.0, 1.0, 100)])
     assert books(job) == (30, 0, 70)
     job.scheduler.book([sent(1.0, 2.0, 100)])
@@ -331,7 +331,7 @@ def test_no_byte_is_both_overflow_and_collided() -> None:
     """As when a transfer begins before an update that waits for it, and is taken to end after."""
     job = StandIns()
     job.train(1)
-    job.gate.hurried_bytes = 70
+    job.gate.overflow_bytes = 70
     job.scheduler.book([sent(2.0, 3.0, 100)])
     assert sum(books(job)) == 100
 

@@ -47,13 +47,15 @@ class Toy:
         self.system = ReplicatingSystem()
         self.position = torch.tensor(0)
         settings = {"replicas": 2, "block_bytes": 65536, "timeout_s": 5.0} | config
+        group = dist.group.WORLD
+        assert group is not None
         job = JobContext(
             run_id="run",
             attempt=attempt,
             topology=self.topology,
             rank=rank,
             device=torch.device("cpu"),
-            control_group=dist.group.WORLD,
+            control_group=group,
             config=SystemConfig.model_validate(settings),
             store_dir=self.folder,
             address="127.0.0.1",

@@ -38,11 +38,12 @@ class Gate:
     def __init__(self, *, is_reactive: bool, clock: Callable[[], Seconds] = time.perf_counter) -> None:
         self.link: LinkModel | None = None
         """What a transfer takes, once it is known."""
-        self.hurried_bytes: Bytes = 0
-        """What has passed while an update waited for it."""
+        self.overflow_bytes: Bytes = 0
+        """What has passed because an update or the next checkpoint waited for it."""
         self._is_reactive, self._clock = is_reactive, clock
         self._changed = threading.Condition()
-        self._is_free, self._is_hurried, self._is_late = True, False, False
+        self._is_free = True
+        self._is_hurried = self._is_overdue = self._is_late = False
         self._number = 0
         self._is_computing, self._is_over = True, False
         self._limit: Limit | None = None
@@ -80,20 +81,18 @@ class Gate:
             self._changed.notify_all()
 
     def begin_save(self, *, is_late: bool) -> None:
-        """A new checkpoint starts, some time after its iteration if it is late.
+        """A new checkpoint starts; what the last one has not used of its spans is not its own.
 
-        What the last one has not used of its spans is not its own.
+        One that is late, some time after its iteration, may use all spans, and while this rank computes it need not
+        mind the limit: nobody communicates without us.
         """
         with self._changed:
-            self._budget, self._is_late = 0, is_late
+            self._budget, self._is_late, self._is_overdue = 0, is_late, False
 
-    def note_late(self) -> None:
-        """The checkpoint on its way holds up the next one.
-
-        It may use all spans, and while this rank computes it need not mind the limit: nobody communicates without us.
-        """
+    def note_overdue(self) -> None:
+        """The checkpoint on its way holds up the next one: it passes, or all that follow would be late too."""
         with self._changed:
-            self._is_late = True
+            self._is_overdue = True
             self._changed.notify_all()
 
     def hear(self, host: int, number: int) -> None:
@@ -113,12 +112,12 @@ class Gate:
                 has_waited = True
                 self._changed.wait()
             self._budget -= passing
-            if self._is_hurried:
-                self.hurried_bytes += passing
+            if self._is_hurried or self._is_overdue:
+                self.overflow_bytes += passing
         return Passed(passing, has_waited)
 
     def _passing_bytes(self, host: int, num_bytes: Bytes, in_flight_bytes: Bytes, is_overflow: bool) -> Bytes:
-        if self._is_free or self._is_hurried:
+        if self._is_free or self._is_hurried or self._is_overdue:
             return num_bytes
         if not self._is_reactive:
             return num_bytes if self._is_due(is_overflow) else 0

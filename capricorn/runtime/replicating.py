@@ -94,13 +94,8 @@ class ReplicatingSystem(CheckpointSystem):
 
     def on_op_end(self, op: OpKey) -> None:
         self._scheduler.on_op_end(op)
-        # The save before is late: ask again whenever the ranks have waited for each other's experts, so that the next
-        # starts as soon as that one has settled. The answer is taken the next time, when it has long been there.
-        if self._waiting is not None and op.kind == ("combine" if op.direction == "forward" else "dispatch"):
-            if self._learn():
-                self._start(self._waiting)
-            else:
-                self._ask()
+        if self._waiting is not None:
+            self._look_again(op)
 
     def on_routed(self, layer: int, tokens_per_expert: Sequence[int]) -> None:
         self._scheduler.on_routed(layer, tokens_per_expert)
@@ -131,7 +126,7 @@ class ReplicatingSystem(CheckpointSystem):
             self._start(iteration)
         else:
             self._waiting = iteration
-            self._scheduler.late()
+            self._scheduler.overdue()
             self._ask()
 
     def on_iteration_end(self, iteration: int) -> None:
@@ -234,6 +229,18 @@ class ReplicatingSystem(CheckpointSystem):
         plan = self._scheduler.plan(iteration, self._executor.link_model(), is_late=is_late)
         save = self._executor.start(iteration, self._completion.latest, plan)
         self._completion.expect(save)
+
+    def _look_again(self, op: OpKey) -> None:
+        """The save before is late: starts the next one as soon as that has settled.
+
+        Asks when a rank comes to its experts and takes the answer when it is done with them, and with what follows. In
+        between the links are empty: nobody waits for the answer.
+        """
+        into, out_of = ("dispatch", "combine") if op.direction == "forward" else ("combine", "dispatch")
+        if op.kind == into:
+            self._ask()
+        elif op.kind == out_of and self._waiting is not None and self._learn():
+            self._start(self._waiting)
 
     def _ask(self) -> None:
         """Asks once all ranks have come to the same moment whether the save on its way has settled."""

@@ -101,9 +101,9 @@ class Scheduler(TrainerHook):
                 durations_s = profile.span_s()
                 self._idle_s = sum(map(min, zip(*(durations_s[rank] for rank in self._ends), strict=True)))
 
-    def late(self) -> None:
+    def overdue(self) -> None:
         """The checkpoint on its way holds up the next one."""
-        self._gate.note_late()
+        self._gate.note_overdue()
 
     def overflow(self, waited_s: Seconds) -> None:
         """An update has waited so long for chunks to leave."""
@@ -114,11 +114,11 @@ class Scheduler(TrainerHook):
         """Sets what was sent since the last call against what the link did meanwhile."""
         now = self._planning
         sent_bytes = sum(event.num_bytes for event in sent)
-        hurried_bytes, self._gate.hurried_bytes = self._gate.hurried_bytes, 0
+        overflow_bytes, self._gate.overflow_bytes = self._gate.overflow_bytes, 0
         colliding_bytes = min(self._collisions.take(sent), sent_bytes)
-        now.overflow_bytes += hurried_bytes
+        now.overflow_bytes += overflow_bytes
         now.colliding_bytes += colliding_bytes
-        now.hidden_bytes += max(0, sent_bytes - colliding_bytes - hurried_bytes)
+        now.hidden_bytes += max(0, sent_bytes - colliding_bytes - overflow_bytes)
         if now.link_bytes_per_s:
             collision_s = colliding_bytes / now.link_bytes_per_s
             now.collision_s += collision_s
