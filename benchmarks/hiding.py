@@ -1,4 +1,4 @@
-"""What hiding checkpoints is worth: a scale model with none, blocking, one queue for all, and a low class."""
+"""What hiding checkpoints is worth: a scale model with none, blocking, planned or not, with a low class or without."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ SETTINGS = (
     *("--cluster", f"{FOLDER}/measured.toml", "--model", f"{FOLDER}/moe16.toml", "--loads", "transient"),
     *("--iterations", "20", "--json"),
 )
+STREAM, LOW_CLASS = ("--set", "planner.spans=none"), ("--set", "cluster.qos=true")
 WAYS = {
     "none": ("--system", "none"),
     "blocking": ("--system", "blocking"),
-    "as fast as it goes, one queue": ("--system", "capricorn"),
-    "low class": ("--system", "capricorn", "--set", "cluster.qos=true"),
+    "as fast as it goes, one queue": STREAM,
+    "as fast as it goes, low class": (*STREAM, *LOW_CLASS),
+    "planned, one queue": (),
+    "planned, low class": LOW_CLASS,
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 
@@ -49,7 +50,7 @@ class Rank:
             ME, OWNER, HOST, self.host.address, timeout_s=timeout_s, low_class=False, send_buffer_bytes=BLOCK
         )
         self.link.connect("{}")
-        self.gate = Gate(is_reactive=is_reactive)
+        self.gate = Gate(is_reactive=is_reactive, patience_s=timeout_s / 2)
         stager = HostStager(state, slots)
         self.executor = Executor(
             self.store, OWNER, 0, stager, [self.link], gate=self.gate, timeout_s=timeout_s, gives_way=False
@@ -117,25 +118,24 @@ def test_an_update_that_waits_lets_everything_pass_and_then_no_more(rank: Rank) 
 
 
 def test_a_plan_leaves_span_by_span_and_its_overflow_last(tmp_path: Path) -> None:
-    rank = Rank(tmp_path, is_reactive=False)
     limits = (Limit(1.0, 5000), Limit(1.0, 300_000))
-    rank.gate.open(1, 0.0, CLOSED)
-    rank.gate.begin_save(is_late=False)
-    save = rank.executor.start(1, 0, rank.plan([5000, 305_000], limits))
-    assert save.wait_staged(DEADLINE_S)
-    sent = [rank.executor.sent_bytes]
-    for number, limit in enumerate(limits, 2):
-        rank.gate.open(number, 0.0, limit)
-        wait_until_held(rank, sum(limit.num_bytes for limit in limits[: number - 1]))
-        sent.append(rank.executor.sent_bytes)
-        rank.gate.close(is_last=number == 3)
-    assert sent == [0, 5000, 305_000]
-    assert save.wait_settled(DEADLINE_S)
-    assert save.is_complete
-    rank.close()
+    with closing(Rank(tmp_path, is_reactive=False)) as rank:
+        rank.gate.open(1, 0.0, CLOSED)
+        rank.gate.begin_save(is_late=False)
+        save = rank.executor.start(1, 0, rank.plan([5000, 305_000], limits))
+        assert save.wait_staged(DEADLINE_S)
+        sent = [rank.executor.sent_bytes]
+        for number, limit in enumerate(limits, 2):
+            rank.gate.open(number, 0.0, limit)
+            wait_until_sent(rank, sum(limit.num_bytes for limit in limits[: number - 1]))
+            sent.append(rank.executor.sent_bytes)
+            rank.gate.close(is_last=number == 3)
+        assert sent == [0, 5000, 305_000]
+        assert save.wait_settled(DEADLINE_S)
+        assert save.is_complete
 
 
-def wait_until_held(rank: Rank, sent_bytes: int) -> None:
+def wait_until_sent(rank: Rank, sent_bytes: int) -> None:
     pause = threading.Event()
     for _ in range(int(DEADLINE_S / 0.001)):
         if rank.executor.sent_bytes >= sent_bytes:
@@ -178,14 +178,10 @@ def test_a_wait_in_the_gate_ends_a_transfer(rank: Rank) -> None:
     assert sum(event.num_bytes for event in rank.executor.take_sent()) == rank.num_bytes
 
 
-def test_a_chunk_may_wait_in_the_gate_for_longer_than_the_deadline_of_the_link(tmp_path: Path) -> None:
+def test_a_gate_that_stays_closed_does_not_break_the_link(tmp_path: Path) -> None:
     """As in an iteration that is longer than the deadline: nobody is late, and the replica must count."""
-    rank = Rank(tmp_path, timeout_s=0.2)
-    rank.gate.open(1, 0.0, CLOSED)
-    save = rank.executor.start(1, 0, rank.plan([5000]))
-    save.wait_settled(1.0)
-    rank.gate.release()
-    settled = save.wait_settled(DEADLINE_S)
-    failures = list(save.failures)
-    rank.close()
-    assert (settled, failures) == (True, [])
+    with closing(Rank(tmp_path, timeout_s=0.4)) as rank:
+        rank.gate.open(1, 0.0, CLOSED)
+        save = rank.executor.start(1, 0, rank.plan([5000] * 4))
+        assert save.wait_settled(DEADLINE_S)
+        assert save.failures == []

@@ -25,7 +25,7 @@ class Ends:
     """Rank 0 tells rank 1, which asks it for the time; rank 2 is a socket that keeps what it is told."""
 
     def __init__(self) -> None:
-        self.first, self.second = IdleSignals(0, LOCAL, SECRET), IdleSignals(1, LOCAL, SECRET)
+        self.first, self.second = IdleSignals(0, LOCAL, SECRET, 2), IdleSignals(1, LOCAL, SECRET, 2)
         self.third = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self.third.bind((LOCAL, 0))
         self.third.settimeout(DEADLINE_S)
@@ -61,7 +61,7 @@ def ends() -> Iterator[Ends]:
 
 def message(speaker: int = 0, hearer: int = 1, *, claims: int | None = None, secret: bytes = SECRET) -> bytes:
     """That span 66 has begun, by one rank to another, in the name of the rank it `claims` to be."""
-    speaking = IdleSignals(speaker, LOCAL, secret)
+    speaking = IdleSignals(speaker, LOCAL, secret, speaker + 1)
     token = speaking._token(speaker, hearer)
     speaking.close()
     return signals._MESSAGE.pack(token, Kind.IDLE, speaker if claims is None else claims, 66, 0.0, 0.0)
@@ -212,12 +212,12 @@ def test_lost_peers_do_no_harm(ends: Ends) -> None:
 
 
 def test_before_the_start_and_after_the_end_nothing_is_told_and_nothing_raised() -> None:
-    end = IdleSignals(1, LOCAL, SECRET)
+    end = IdleSignals(1, LOCAL, SECRET, 2)
     end.tell(1)
     end.ask_time()
     end.close()
     end.close()
-    started = IdleSignals(1, LOCAL, SECRET)
+    started = IdleSignals(1, LOCAL, SECRET, 2)
     started.start([started.address] * 2, [0], [0], lambda host, number: None)
     started.close()
     started.close()

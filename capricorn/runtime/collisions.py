@@ -31,13 +31,13 @@ class Collisions:
         self._busy.append((max(self._begin_s, now_s - self.moving_s.get(op, now_s)), now_s))
 
     def take(self, sent: Sequence[ChunkEvent]) -> Bytes:
-        """Bytes of these transfers, in the order they ended, that left during the communications since the last call.
+        """Bytes of these transfers, in any order, that left during the communications since the last call.
 
         What leaves spreads evenly over the duration of its transfer.
         """
         busy = [self._busy.popleft() for _ in range(len(self._busy))]
         colliding, first = 0.0, 0
-        for event in sent:
+        for event in sorted(sent, key=lambda event: event.begin_s):
             while first < len(busy) and busy[first][1] <= event.begin_s:
                 first += 1
             colliding += _share(event, busy[first:]) * event.num_bytes

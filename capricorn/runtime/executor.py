@@ -183,12 +183,13 @@ class Executor:
     def settle(self, save: Save, timeout_s: Seconds) -> None:
         """Waits until all copies of a save are in place or have failed; those that are late by then have failed."""
         self._gate.hurry(True)
-        if not save.wait_settled(timeout_s):
-            late = "replicas were not acknowledged within " + format_seconds(timeout_s)
-            for link in self._links:
-                link.close()
-            save.give_up(late)
-        self._gate.hurry(False)
+        try:
+            if not save.wait_settled(timeout_s):
+                for link in self._links:
+                    link.close()
+                save.give_up("replicas were not acknowledged within " + format_seconds(timeout_s))
+        finally:
+            self._gate.hurry(False)
 
     def link_model(self) -> LinkModel | None:
         """What a transfer takes, as measured so far."""
@@ -196,10 +197,10 @@ class Executor:
             return self._estimator.model()
 
     def take_sent(self) -> list[ChunkEvent]:
-        """Uninterrupted transfers that ended since the last call, in that order."""
+        """Uninterrupted transfers that ended since the last call."""
         with self._lock:
             taken, self._sent = self._sent, []
-        return sorted(taken, key=lambda event: event.begin_s)
+        return taken
 
     def take_events(self) -> list[ChunkEvent]:
         """Transfers finished since the last call."""

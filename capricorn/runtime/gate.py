@@ -5,6 +5,7 @@ Opened and closed as training goes along; threads that send wait in it. Knows no
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -35,12 +36,15 @@ class Gate:
     A gate that is not reactive lets out in each span what is planned for it, and the overflow after the last span.
     """
 
-    def __init__(self, *, is_reactive: bool, clock: Callable[[], Seconds] = time.perf_counter) -> None:
+    def __init__(
+        self, *, is_reactive: bool, patience_s: Seconds = math.inf, clock: Callable[[], Seconds] = time.perf_counter
+    ) -> None:
+        """No chunk is held for longer than `patience_s`: a host that hears nothing for too long takes us for dead."""
         self.link: LinkModel | None = None
         """What a transfer takes, once it is known."""
         self.overflow_bytes: Bytes = 0
         """What has passed because an update or the next checkpoint waited for it."""
-        self._is_reactive, self._clock = is_reactive, clock
+        self._is_reactive, self._patience_s, self._clock = is_reactive, patience_s, clock
         self._changed = threading.Condition()
         self._is_free = True
         self._is_hurried = self._is_overdue = self._is_late = False
@@ -98,7 +102,7 @@ class Gate:
     def hear(self, host: int, number: int) -> None:
         """That host has come to idle span `number`."""
         with self._changed:
-            self._heard[host] = number
+            self._heard[host] = max(number, self._heard.get(host, 0))
             self._changed.notify_all()
 
     def wait(self, host: int, num_bytes: Bytes, in_flight_bytes: Bytes, *, is_overflow: bool) -> Passed:
@@ -106,11 +110,15 @@ class Gate:
 
         `in_flight_bytes` were handed to the network before and may not have left yet.
         """
-        has_waited = False
+        has_waited, until_s = False, self._clock() + self._patience_s
         with self._changed:
             while not (passing := self._passing_bytes(host, num_bytes, in_flight_bytes, is_overflow)):
+                left_s = until_s - self._clock()
+                if left_s <= 0:
+                    passing = num_bytes
+                    break
                 has_waited = True
-                self._changed.wait()
+                self._changed.wait(min(left_s, threading.TIMEOUT_MAX))
             self._budget -= passing
             if self._is_hurried or self._is_overdue:
                 self.overflow_bytes += passing

@@ -73,13 +73,13 @@ class ReplicatingSystem(CheckpointSystem):
         self._host.start({owner: layouts[owner] for owner in owners})
         addresses = gather_addresses(job.control_group, self._host.address)
         self._connect(me, {host: addresses[host] for host in hosts})
-        gate = Gate(is_reactive=job.planner.gate)
+        gate = Gate(is_reactive=job.planner.gate, patience_s=self._timeout_s / 2)
+        planner = self._make_planner(hosts, state.num_bytes)
+        self._scheduler = make_scheduler(job, planner, gate, me.secret, hosts, owners)
         stager = make_stager(state, slots, job.device)
         self._executor = Executor(
             store, job.rank, job.attempt, stager, self._links, gate=gate, timeout_s=deadline_s, gives_way=gives_way
         )
-        planner = self._make_planner(hosts, state.num_bytes)
-        self._scheduler = make_scheduler(job, planner, gate, me.secret, hosts, owners)
         self._completion = Completion(job.control_group)
         self._recovery = Recovery(job.rank, job.control_group, store, [job.rank, *owners], self._links, job.attempt)
 

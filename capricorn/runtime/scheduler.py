@@ -115,7 +115,8 @@ class Scheduler(TrainerHook):
         now = self._planning
         sent_bytes = sum(event.num_bytes for event in sent)
         overflow_bytes, self._gate.overflow_bytes = self._gate.overflow_bytes, 0
-        colliding_bytes = min(self._collisions.take(sent), sent_bytes)
+        # What had to leave whatever happened is overflow, also where it collided.
+        colliding_bytes = min(self._collisions.take(sent), max(0, sent_bytes - overflow_bytes))
         now.overflow_bytes += overflow_bytes
         now.colliding_bytes += colliding_bytes
         now.hidden_bytes += max(0, sent_bytes - colliding_bytes - overflow_bytes)
@@ -143,8 +144,8 @@ class Scheduler(TrainerHook):
 
     def close(self) -> None:
         """Ends threads, and lets everything pass."""
-        self._gate.release()
         self._clock.close()
+        self._gate.release()
         self._signals.close()
 
     # --- hooks ---------------------------------------------------------------------------------------------------
@@ -240,8 +241,12 @@ def make_scheduler(
 ) -> Scheduler:
     """The scheduler of a rank that sends to `hosts` and keeps replicas of `owners`; collective."""
     clock = make_clock(job.device)
-    signals = IdleSignals(job.rank, job.address, secret)
-    addresses = gather_addresses(job.control_group, signals.address)
-    signals.start(addresses, owners, hosts, gate.hear)
-    profiler = Profiler(clock, job.control_group, signals.offset_s)
+    signals = IdleSignals(job.rank, job.address, secret, job.topology.world_size)
+    try:
+        signals.start(gather_addresses(job.control_group, signals.address), owners, hosts, gate.hear)
+        profiler = Profiler(clock, job.control_group, signals.offset_s)
+    except BaseException:
+        signals.close()
+        clock.close()
+        raise
     return Scheduler(planner, gate, clock, profiler, signals, [job.rank, *hosts], job.topology.world_size)

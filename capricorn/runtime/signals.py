@@ -36,9 +36,9 @@ class Kind(IntEnum):
 class IdleSignals:
     """One rank's end: tells its owners, hears its hosts, and sets its clock by that of rank 0."""
 
-    def __init__(self, rank: int, address: str, secret: bytes) -> None:
+    def __init__(self, rank: int, address: str, secret: bytes, world_size: int) -> None:
         """`secret` is known to the ranks of this attempt alone; it shows who speaks, not that a message is new."""
-        self._rank, self._secret = rank, secret
+        self._rank, self._secret, self._world_size = rank, secret, world_size
         self._sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._sock.bind((address, 0))
         self._owners: Mapping[int, tuple[str, int]] = {}
@@ -109,6 +109,8 @@ class IdleSignals:
             try:
                 message, sender = self._sock.recvfrom(_MESSAGE.size + 1)
             except OSError:
+                if self._sock.fileno() < 0:
+                    return
                 continue  # a rank that is gone answered with a refusal
             if not message and sender == self.address:
                 return
@@ -118,7 +120,7 @@ class IdleSignals:
     def _take(self, message: bytes, sender: tuple[str, int]) -> None:
         now_s = time.perf_counter()
         token, kind, rank, number, sent_s, there_s = _MESSAGE.unpack(message)
-        if not hmac.compare_digest(token, self._token(rank, self._rank)):
+        if rank >= self._world_size or not hmac.compare_digest(token, self._token(rank, self._rank)):
             return
         if kind == Kind.IDLE and rank in self._hosts:
             self._on_idle(rank, number)
