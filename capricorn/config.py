@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from capricorn.cluster import ClusterConfig, Pace, Times
 from capricorn.errors import ConfigError, unknown_name
 from capricorn.hooks import DIRECTIONS, MOMENTS, NO_LAYER, OpKey, matches_op, parse_moment
+from capricorn.schedule import PlannerConfig
 from capricorn.topology import Topology, expert_split
 from capricorn.units import KIB, BytesPerSecond
 from capricorn.values import ByteCount, Frozen, build, require
@@ -160,46 +161,6 @@ class SystemConfig(Frozen):
     timeout_s: float = Field(default=30.0, gt=0, description="deadline of every wait on a peer")
 
 
-class PlannerConfig(Frozen):
-    """How the system `capricorn` plans what it sends when."""
-
-    spans: Literal["load", "layer", "global", "none"] = Field(
-        default="load",
-        description="idle spans by the loads of the iteration, by layer, as one average; none sends as soon as staged",
-    )
-    replan: str = Field(
-        default="speculative", description="never, every-K, every-iter, speculative, or (offline) oracle"
-    )
-    gate: bool = Field(default=True, description="a chunk starts only while the link is idle at both ends")
-    risk: float = Field(default=0.5, gt=0, lt=1, description="quantile of a span's duration to fill it to at most")
-    max_chunk_bytes: ByteCount = Field(default=256 * KIB, ge=1024, description="what is sent without looking up")
-    profile_iterations: int = Field(default=4, gt=0, description="iterations that are measured for one plan")
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        parse_replan(self.replan)
-        return self
-
-
-REPLANS = ("never", "every-K", "every-iter", "speculative", "oracle")
-
-
-def parse_replan(text: str) -> int | None:
-    """The interval of `every-K` and `every-iter`; None for the policies that have none.
-
-    Raises:
-        ConfigError: it is no such policy.
-    """
-    if text == "every-iter":
-        return 1
-    head, _, count = text.rpartition("-")
-    if head == "every" and count.isdigit() and int(count) > 0:
-        return int(count)
-    if text not in REPLANS or text == "every-K":
-        raise unknown_name("planner.replan", text, REPLANS)
-    return None
-
-
 class StoreConfig(Frozen):
     """Where the memory store lives."""
 
@@ -285,6 +246,10 @@ class Scenario(Frozen):
             self.system.replicas <= topology.num_nodes,
             f"--replicas {self.system.replicas} needs as many nodes, there are {topology.num_nodes}; "
             f"use --nodes {self.system.replicas} or --replicas {topology.num_nodes}",
+        )
+        require(
+            self.planner.replan != "oracle",
+            "planner.replan=oracle knows what has not happened yet: it is for ablate --trace alone",
         )
         expert_split(model.num_experts, topology.world_size)
         if model.family == "gpt-moe":

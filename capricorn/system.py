@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from capricorn.config import PlannerConfig, SystemConfig
+from capricorn.config import SystemConfig
+from capricorn.schedule import PlannerConfig
 from capricorn.hooks import TrainerHook
 from capricorn.topology import Topology
 from capricorn.units import Bytes, BytesPerSecond, Seconds

@@ -13,7 +13,8 @@ import rich_click as click
 from click.core import ParameterSource
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from capricorn.config import PlannerConfig, Scenario
+from capricorn.config import Scenario
+from capricorn.schedule import PlannerConfig
 from capricorn.errors import ConfigError
 from capricorn.records import RUN, RunRecord, read_run
 

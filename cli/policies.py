@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import rich_click as click
 
-from capricorn.config import PlannerConfig, parse_replan
+from capricorn.schedule import PlannerConfig, parse_replan
 from capricorn.errors import ConfigError, unknown_name
 from capricorn.values import Frozen, build
 

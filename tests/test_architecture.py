@@ -15,7 +15,7 @@ LAYERS = (
     {"units", "errors"},
     {"hooks", "topology", "process"},
     {"values"},
-    {"presets", "cluster", "config", "resolve", "sizing", "workload", "scale", "profile", "records"},
+    {"presets", "cluster", "config", "schedule", "resolve", "sizing", "workload", "scale", "profile", "records"},
     {"planner"},
     {"system"},
     {"registry"},

@@ -207,31 +207,20 @@ def test_a_host_that_was_never_heard_holds_up_nothing() -> None:
     assert passes(gate, host=HOST)
 
 
-def test_a_host_is_waited_for_also_without_a_limit_and_by_a_late_checkpoint() -> None:
+def test_a_late_checkpoint_waits_for_the_host_too() -> None:
     gate, _ = make()
     gate.hear(HOST, 1)
-    gate.open(2, BEGIN_S, None)
+    gate.open(2, BEGIN_S, LIMIT)
     gate.begin_save(is_late=True)
     assert not passes(gate)
 
 
-def test_without_a_limit_a_span_lasts_until_its_close() -> None:
-    gate, clock = make()
-    gate.open(1, BEGIN_S, None)
-    clock.now = BEGIN_S + 1e6
-    assert passes(gate, 10**9)
-    gate.close()
-    assert not passes(gate, 1)
-    gate.open(2, clock.now, None)
-    assert passes(gate, 1)
-
-
-def test_an_old_limit_does_not_outlast_a_span_without_one() -> None:
-    gate, _ = make()
-    gate.open(1, BEGIN_S, LIMIT)
-    gate.open(2, BEGIN_S, None)
-    gate.close()
-    assert not passes(gate, 1)
+def test_no_chunk_is_held_for_longer_than_the_gate_has_patience() -> None:
+    gate = Gate(is_reactive=True, patience_s=0.05)
+    gate.open(1, 0.0, UNUSED)
+    passed = gate.wait(HOST, 1000, 0, is_overflow=False)
+    assert passed.num_bytes == 1000
+    assert passed.has_waited
 
 
 def test_a_late_checkpoint_uses_computing_time_beyond_the_expected_end() -> None:
@@ -370,13 +359,13 @@ def test_a_new_checkpoint_does_not_pay_for_the_excess_of_the_last_one() -> None:
 
 
 def _close(gate: Gate) -> None:
-    gate.open(1, BEGIN_S, None)
+    gate.open(1, BEGIN_S - 100.0, LIMIT)
     gate.close()
 
 
 def _leave_the_host_behind(gate: Gate) -> None:
     gate.hear(HOST, 1)
-    gate.open(2, BEGIN_S, None)
+    gate.open(2, BEGIN_S, LIMIT)
 
 
 def _pass_the_end(gate: Gate) -> None:
@@ -390,7 +379,7 @@ def _fill(gate: Gate) -> None:
 @pytest.mark.parametrize(
     ("is_reactive", "is_overflow", "hold", "wake"),
     [
-        pytest.param(True, False, _close, lambda gate: gate.open(2, BEGIN_S, None), id="open"),
+        pytest.param(True, False, _close, lambda gate: gate.open(2, BEGIN_S, LIMIT), id="open"),
         pytest.param(True, False, _close, lambda gate: gate.hurry(True), id="hurry"),
         pytest.param(True, False, _close, Gate.release, id="release"),
         pytest.param(True, False, _leave_the_host_behind, lambda gate: gate.hear(HOST, 2), id="hear"),

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from capricorn.config import PlannerConfig
+from capricorn.schedule import PlannerConfig
 from capricorn.hooks import NO_LAYER, OpKey
 from capricorn.runtime import replicating
 from capricorn.runtime.signals import IdleSignals

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from capricorn.config import PlannerConfig
+from capricorn.schedule import PlannerConfig
 from capricorn.hooks import NO_LAYER, OpKey
 from capricorn.planner.estimate import FLOOR
 from capricorn.planner.link import LinkModel

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from capricorn.config import PlannerConfig
+from capricorn.schedule import PlannerConfig
 from capricorn.errors import ConfigError
 from capricorn.loads.synthetic import synthetic_shares
 from capricorn.planner.link import LinkModel

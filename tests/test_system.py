@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from capricorn.config import PlannerConfig, SystemConfig
+from capricorn.config import SystemConfig
+from capricorn.schedule import PlannerConfig
 from capricorn.errors import CapricornError, NoCompleteCheckpointError
 from capricorn.hooks import OpKey
 from capricorn.runtime.recovery import newest_common

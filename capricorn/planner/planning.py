@@ -6,13 +6,13 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import fmean
 
-from capricorn.config import PlannerConfig
+from capricorn.schedule import PlannerConfig
 from capricorn.hooks import NO_LAYER
 from capricorn.planner.drift import DriftMeter
 from capricorn.planner.estimate import FLOOR, LoadFit, SpanEstimate, deviations_at, estimate
 from capricorn.planner.link import LinkModel
 from capricorn.planner.partition import partition
-from capricorn.planner.plan import Limit, Plan
+from capricorn.planner.plan import Limit, Plan, tile
 from capricorn.planner.replan import make_policy
 from capricorn.profile import IdleSpan, IterationProfile, spans_of
 from capricorn.units import Bytes, Seconds
@@ -121,11 +121,14 @@ class SpanPlanner:
             self._policy.replanned(self._started, self._cost_s)
             self._loads.mark()
 
-    def plan(self, iteration: int, link: LinkModel) -> Plan:
+    def plan(self, iteration: int, link: LinkModel | None) -> Plan:
+        config = self._config
+        if link is None or not self.spans:
+            self._plan = Plan(tile(self._shard_bytes, len(self._hosts), config.max_chunk_bytes))
+            return self._plan
         if self._plan.limits and link == self._link and not (self._has_new or self._by_load):
             self.replanned = False
             return self._plan
-        config = self._config
         spans, ends = self._estimates(self._usable), self._estimates(self._lasting)
         self._plan = partition(
             spans, link, self._shard_bytes, len(self._hosts), config.max_chunk_bytes, config.risk, ends

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from capricorn.config import PlannerConfig
+from capricorn.schedule import PlannerConfig
 from capricorn.planner.planning import SpanPlanner
 from capricorn.replay.model import TraceConfig, Training
 from capricorn.replay.reference import blocking, gemini, lower_bound

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from capricorn.config import PlannerConfig
+from capricorn.schedule import PlannerConfig
 from capricorn.records import Mode, RunRecord
 from capricorn.values import Frozen
 

@@ -27,7 +27,7 @@ class Passed(NamedTuple):
 
 
 class Gate:
-    """Lets chunks pass while the link is idle; without anything known of the iteration, always.
+    """Lets chunks pass while the link is idle; until a plan says when that is, always.
 
     A reactive gate looks at what really happens: so much of a chunk passes as will have left before the idle span is
     expected to end, once the host has come to the same span. Until then a rank may wait in a communication for a
@@ -50,19 +50,18 @@ class Gate:
         self._is_hurried = self._is_overdue = self._is_late = False
         self._number = 0
         self._is_computing, self._is_over = True, False
-        self._limit: Limit | None = None
+        self._limit = Limit(0.0, 0)
         self._end_s: Seconds = 0.0
         self._budget: Bytes = 0
         self._heard: dict[int, int] = {}
 
-    def open(self, number: int, begin_s: Seconds, limit: Limit | None) -> None:
-        """Idle span `number`, counted over all iterations, has begun here; without a limit it lasts until `close`."""
+    def open(self, number: int, begin_s: Seconds, limit: Limit) -> None:
+        """Idle span `number`, counted over all iterations, has begun here."""
         with self._changed:
             self._is_free, self._is_computing, self._is_over = False, True, False
             self._number, self._limit = number, limit
-            if limit is not None:
-                self._end_s = begin_s + limit.end_s
-                self._budget += limit.num_bytes
+            self._end_s = begin_s + limit.end_s
+            self._budget += limit.num_bytes
             self._changed.notify_all()
 
     def close(self, *, is_last: bool = False) -> None:
@@ -131,18 +130,13 @@ class Gate:
             return num_bytes if self._is_due(is_overflow) else 0
         if not self._is_idle_at(host):
             return 0
-        limit = self._limit
-        if limit is None or self._is_late:
-            if self._is_computing:
-                return num_bytes
-        elif not limit.num_bytes:
-            return 0
-        return 0 if limit is None else self._fitting_bytes(num_bytes, in_flight_bytes)
+        if self._is_late and self._is_computing:
+            return num_bytes
+        is_unused = not self._limit.num_bytes and not self._is_late
+        return 0 if is_unused else self._fitting_bytes(num_bytes, in_flight_bytes)
 
     def _is_due(self, is_overflow: bool) -> bool:
         """By the plan alone."""
-        if self._limit is None:
-            return True
         return self._is_over if is_overflow else self._budget > 0
 
     def _fitting_bytes(self, num_bytes: Bytes, in_flight_bytes: Bytes) -> Bytes:

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from capricorn.config import PlannerConfig, SystemConfig
+from capricorn.config import SystemConfig
+from capricorn.schedule import PlannerConfig
 from capricorn.errors import ConfigError, StoreError
 from capricorn.runtime.exchange import maximum
 from capricorn.runtime.store import RUN_PREFIX, NodeStore

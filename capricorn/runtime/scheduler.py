@@ -82,7 +82,7 @@ class Scheduler(TrainerHook):
         `is_late` if it had to wait for the one before.
         """
         with self._timed("plan_s"):
-            self._plan = self._planner.plan(iteration, link or LinkModel(0.0, 0.0))
+            self._plan = self._planner.plan(iteration, link)
         self._gate.link = link
         self._gate.begin_save(is_late=is_late)
         now = self._planning
@@ -203,10 +203,8 @@ class Scheduler(TrainerHook):
         self._number += 1
         if self._profiler.is_on:
             self._signals.ask_time()
-        self._clock.at(_Opening(self._gate, self._signals, self._number, self._limit(span)).reached)
-
-    def _limit(self, span: int) -> Limit | None:
-        return self._planner.limit(span) if span < len(self._plan.limits) else None
+        if span < len(self._plan.limits):
+            self._clock.at(_Opening(self._gate, self._signals, self._number, self._planner.limit(span)).reached)
 
     def _end_span(self, span: int | None) -> None:
         if span is not None:
@@ -229,7 +227,7 @@ class _Opening:
     gate: Gate
     signals: IdleSignals
     number: int
-    limit: Limit | None
+    limit: Limit
 
     def reached(self, now_s: Seconds) -> None:
         self.signals.tell(self.number)

@@ -1,0 +1,50 @@
+"""How checkpoint traffic is scheduled: the settings of the planner, checked when they are made."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from capricorn.errors import unknown_name
+from capricorn.units import KIB
+from capricorn.values import ByteCount, Frozen
+
+REPLANS = ("never", "every-K", "every-iter", "speculative", "oracle")
+
+
+class PlannerConfig(Frozen):
+    """How the system `capricorn` plans what it sends when."""
+
+    spans: Literal["load", "layer", "global", "none"] = Field(
+        default="load",
+        description="idle spans by the loads of the iteration, by layer, as one average; none sends as soon as staged",
+    )
+    replan: str = Field(
+        default="speculative", description="never, every-K, every-iter, speculative, or (offline) oracle"
+    )
+    gate: bool = Field(default=True, description="a chunk starts only while the link is idle at both ends")
+    risk: float = Field(default=0.5, gt=0, lt=1, description="quantile of a span's duration to fill it to at most")
+    max_chunk_bytes: ByteCount = Field(default=256 * KIB, ge=1024, description="what is sent without looking up")
+    profile_iterations: int = Field(default=4, gt=0, description="iterations that are measured for one plan")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        parse_replan(self.replan)
+        return self
+
+
+def parse_replan(text: str) -> int | None:
+    """The interval of `every-K` and `every-iter`; None for the policies that have none.
+
+    Raises:
+        ConfigError: it is no such policy.
+    """
+    if text == "every-iter":
+        return 1
+    head, _, count = text.rpartition("-")
+    if head == "every" and count.isdigit() and int(count) > 0:
+        return int(count)
+    if text not in REPLANS or text == "every-K":
+        raise unknown_name("planner.replan", text, REPLANS)
+    return None
