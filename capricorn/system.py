@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from capricorn.config import SystemConfig
-from capricorn.schedule import PlannerConfig
 from capricorn.hooks import TrainerHook
+from capricorn.schedule import PlannerConfig
 from capricorn.topology import Topology
 from capricorn.units import Bytes, BytesPerSecond, Seconds
 

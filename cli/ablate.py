@@ -14,9 +14,9 @@ from click.core import ParameterSource
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from capricorn.config import Scenario
-from capricorn.schedule import PlannerConfig
 from capricorn.errors import ConfigError
 from capricorn.records import RUN, RunRecord, read_run
+from capricorn.schedule import PlannerConfig
 
 from .options import Command, output_options, scenario_options
 from .output import console, print_json

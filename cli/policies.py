@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import rich_click as click
 
-from capricorn.schedule import PlannerConfig, parse_replan
 from capricorn.errors import ConfigError, unknown_name
+from capricorn.schedule import PlannerConfig, parse_replan
 from capricorn.values import Frozen, build
 
 SPANS = ("global", "layer", "load")

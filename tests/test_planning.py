@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from capricorn.schedule import PlannerConfig
 from capricorn.hooks import NO_LAYER, OpKey
 from capricorn.planner.estimate import FLOOR
 from capricorn.planner.link import LinkModel
 from capricorn.planner.plan import Limit, Plan
 from capricorn.planner.planning import SpanPlanner
 from capricorn.profile import IterationProfile, spans_of
+from capricorn.schedule import PlannerConfig
 
 FORWARD = tuple(OpKey(0, "forward", kind) for kind in ("attention", "gate", "dispatch", "expert", "combine"))
 BACKWARD = tuple(OpKey(0, "backward", op.kind) for op in reversed(FORWARD))
@@ -234,3 +234,12 @@ def test_drift_is_known_between_profiles() -> None:
     drifts = [planner.drift for _ in train(planner, [(1000, 1000)] * 20 + [(1500, 500)] * 60)]
     assert drifts[:20] == [0.0] * 20
     assert drifts[-1] == pytest.approx(0.5, abs=0.05)
+
+
+def test_before_the_link_is_known_all_is_overflow() -> None:
+    planner = make()
+    planner.observe(profile([expert_times(0.3)] * 3))
+    plan = planner.plan(1, None)
+    assert plan.limits == ()
+    assert plan.planned_bytes == 0
+    assert plan.overflow_bytes > 0

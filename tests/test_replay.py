@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from capricorn.schedule import PlannerConfig
 from capricorn.errors import ConfigError
 from capricorn.loads.synthetic import synthetic_shares
 from capricorn.planner.link import LinkModel
@@ -21,6 +20,7 @@ from capricorn.profile import IterationProfile, spans_of
 from capricorn.replay.model import TraceConfig, Training, ops_of_layers, train, train_on
 from capricorn.replay.policy import references, replay_policy, shard_bytes
 from capricorn.replay.run import Checkpoint, Outcome, replay
+from capricorn.schedule import PlannerConfig
 
 TRACE = Path(__file__).parents[2] / "shared/data/moe_load_trace.npz"
 RHOS = (0.5, 0.9, 1.5)

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from capricorn.config import SystemConfig
-from capricorn.schedule import PlannerConfig
 from capricorn.errors import CapricornError, NoCompleteCheckpointError
 from capricorn.hooks import OpKey
 from capricorn.runtime.recovery import newest_common
@@ -21,6 +20,7 @@ from capricorn.runtime.slot import Slot
 from capricorn.runtime.state import FlatState
 from capricorn.runtime.store import NodeStore
 from capricorn.runtime.transport import ReplicaLink
+from capricorn.schedule import PlannerConfig
 from capricorn.system import JobContext
 from capricorn.topology import Topology
 from tests.spawn import run_ranks

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import fmean
 
-from capricorn.schedule import PlannerConfig
 from capricorn.hooks import NO_LAYER
 from capricorn.planner.drift import DriftMeter
 from capricorn.planner.estimate import FLOOR, LoadFit, SpanEstimate, deviations_at, estimate
@@ -15,6 +14,7 @@ from capricorn.planner.partition import partition
 from capricorn.planner.plan import Limit, Plan, tile
 from capricorn.planner.replan import make_policy
 from capricorn.profile import IdleSpan, IterationProfile, spans_of
+from capricorn.schedule import PlannerConfig
 from capricorn.units import Bytes, Seconds
 
 WINDOW = 8

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from capricorn.schedule import PlannerConfig
 from capricorn.planner.planning import SpanPlanner
 from capricorn.replay.model import TraceConfig, Training
 from capricorn.replay.reference import blocking, gemini, lower_bound
 from capricorn.replay.run import Outcome, replay
+from capricorn.schedule import PlannerConfig
 from capricorn.units import Bytes
 
 RANK, HOST = 0, 1

@@ -11,8 +11,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from capricorn.schedule import PlannerConfig
 from capricorn.records import Mode, RunRecord
+from capricorn.schedule import PlannerConfig
 from capricorn.values import Frozen
 
 if TYPE_CHECKING:

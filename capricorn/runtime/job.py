@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from capricorn.config import SystemConfig
-from capricorn.schedule import PlannerConfig
 from capricorn.errors import ConfigError, StoreError
 from capricorn.runtime.exchange import maximum
 from capricorn.runtime.store import RUN_PREFIX, NodeStore
+from capricorn.schedule import PlannerConfig
 from capricorn.system import JobContext
 from capricorn.topology import Topology
 from capricorn.units import Seconds
