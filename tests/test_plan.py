@@ -25,7 +25,11 @@ def test_a_stream_is_all_overflow() -> None:
     planner = StreamPlanner(1000, 2, 300)
     plan = planner.plan(1, LinkModel(0.0, 1e6))
     assert (plan.planned_bytes, plan.overflow_bytes) == (0, 2000)
-    assert not planner.wants_profile(1)
+
+
+def test_under_a_stream_two_iterations_are_measured_to_know_what_collides() -> None:
+    planner = StreamPlanner(1000, 1, 300)
+    assert [planner.wants_profile(iteration) for iteration in range(5, 9)] == [True, True, False, False]
 
 
 def test_what_is_planned_and_what_overflows_make_up_the_whole() -> None:

@@ -80,6 +80,7 @@ class StandIns:
         )
         self.scheduler.plan(0, LINK)
         self.scheduler.take()
+        self.scheduler.take_losses()
         self.links.clear()
         self.log.clear()
 

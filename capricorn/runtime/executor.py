@@ -109,10 +109,13 @@ class _Transfer:
         """`in_flight_bytes` were handed to the network before and not acknowledged."""
         self.begin_s = self.end_s = begin_s
         self.num_bytes: Bytes = 0
+        self.is_idle = True
+        """Whether it had the link for itself, as far as we know."""
         self.left_bytes = self._before_bytes = in_flight_bytes
 
-    def add(self, num_bytes: Bytes, left_bytes: Bytes) -> None:
+    def add(self, num_bytes: Bytes, left_bytes: Bytes, *, is_idle: bool) -> None:
         """Bytes were handed to the network just now; of all, `left_bytes` are not acknowledged."""
+        self.is_idle = self.is_idle and is_idle
         self.end_s = time.perf_counter()
         self.num_bytes += num_bytes
         self.left_bytes = left_bytes
@@ -141,6 +144,7 @@ class Executor:
         self.staged_bytes: Bytes = 0
         self._gate = gate
         self._estimator = LinkEstimator()
+        self._knows_link = False
         self._lock = threading.Lock()
         self._sent: list[ChunkEvent] = []
         self._events: deque[ChunkEvent] = deque(maxlen=MAX_EVENTS)
@@ -275,7 +279,7 @@ class Executor:
                 link.send_range(save.iteration, slot, start, start + passed.num_bytes)
                 start += passed.num_bytes
                 in_flight_bytes = link.in_flight_bytes
-                transfer.add(passed.num_bytes, in_flight_bytes)
+                transfer.add(passed.num_bytes, in_flight_bytes, is_idle=passed.is_idle)
         self._end(transfer, save)
         link.commit(save.iteration)
 
@@ -289,7 +293,9 @@ class Executor:
         event = ChunkEvent("send", save.iteration, transfer.begin_s, end_s, transfer.num_bytes)
         with self._lock:
             self._sent.append(event)
-            if transfer.moved_bytes > 0:
+            # What shared the link tells little of it, but more than nothing.
+            if transfer.moved_bytes > 0 and (transfer.is_idle or not self._knows_link):
+                self._knows_link = transfer.is_idle
                 self._estimator.note(transfer.moved_bytes, transfer.end_s - transfer.begin_s)
         self._events.append(event)
 

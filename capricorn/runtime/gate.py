@@ -24,6 +24,8 @@ class Passed(NamedTuple):
 
     num_bytes: Bytes
     has_waited: bool
+    is_idle: bool
+    """Whether it is taken to have the link for itself."""
 
 
 class Gate:
@@ -119,9 +121,10 @@ class Gate:
                 has_waited = True
                 self._changed.wait(min(left_s, threading.TIMEOUT_MAX))
             self._budget -= passing
-            if self._is_hurried or self._is_overdue:
+            is_pressed = self._is_hurried or self._is_overdue
+            if is_pressed:
                 self.overflow_bytes += passing
-        return Passed(passing, has_waited)
+            return Passed(passing, has_waited, is_idle=not (is_pressed or self._is_free))
 
     def _passing_bytes(self, host: int, num_bytes: Bytes, in_flight_bytes: Bytes, is_overflow: bool) -> Bytes:
         if self._is_free or self._is_hurried or self._is_overdue:
