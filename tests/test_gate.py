@@ -215,6 +215,18 @@ def test_a_late_checkpoint_waits_for_the_host_too() -> None:
     assert not passes(gate)
 
 
+def test_only_what_passes_while_the_link_is_idle_has_it_for_itself() -> None:
+    gate, _ = make()
+    assert not gate.wait(HOST, 10, 0, is_overflow=False).is_idle
+    gate.open(1, BEGIN_S, LIMIT)
+    assert gate.wait(HOST, 10, 0, is_overflow=False).is_idle
+    gate.hurry(True)
+    assert not gate.wait(HOST, 10, 0, is_overflow=False).is_idle
+    gate.hurry(False)
+    gate.note_overdue()
+    assert not gate.wait(HOST, 10, 0, is_overflow=False).is_idle
+
+
 def test_no_chunk_is_held_for_longer_than_the_gate_has_patience() -> None:
     gate = Gate(is_reactive=True, patience_s=0.05)
     gate.open(1, 0.0, UNUSED)
@@ -405,4 +417,4 @@ def test_a_thread_that_waits_is_woken_by(
     assert condition.is_waited_for.wait(DEADLINE_S)
     wake(gate)
     thread.join(DEADLINE_S)
-    assert passed == [Passed(10, has_waited=True)]
+    assert [(each.num_bytes, each.has_waited) for each in passed] == [(10, True)]
