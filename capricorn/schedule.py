@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from capricorn.errors import unknown_name
-from capricorn.units import KIB
+from capricorn.units import GIB, KIB
 from capricorn.values import ByteCount, Frozen
 
 REPLANS = ("never", "every-K", "every-iter", "speculative", "oracle")
+RHO_RANGE = (0.001, 1000.0)
+"""Transfer time of a checkpoint / idle time, as far as a replay makes sense of it."""
 
 
 class PlannerConfig(Frozen):
     """How the system `capricorn` plans what it sends when."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
 
     spans: Literal["load", "layer", "global", "none"] = Field(
         default="load",
@@ -25,7 +30,9 @@ class PlannerConfig(Frozen):
     )
     gate: bool = Field(default=True, description="a chunk starts only while the link is idle at both ends")
     risk: float = Field(default=0.5, gt=0, lt=1, description="quantile of a span's duration to fill it to at most")
-    max_chunk_bytes: ByteCount = Field(default=256 * KIB, ge=1024, description="what is sent without looking up")
+    max_chunk_bytes: ByteCount = Field(
+        default=256 * KIB, ge=1024, le=GIB, description="what is sent without looking up"
+    )
     profile_iterations: int = Field(default=4, gt=0, description="iterations that are measured for one plan")
 
     @model_validator(mode="after")
@@ -34,17 +41,18 @@ class PlannerConfig(Frozen):
         return self
 
 
-def parse_replan(text: str) -> int | None:
+def parse_replan(text: str, option: str = "planner.replan") -> int | None:
     """The interval of `every-K` and `every-iter`; None for the policies that have none.
+
+    `option` is where the text was given.
 
     Raises:
         ConfigError: it is no such policy.
     """
     if text == "every-iter":
         return 1
-    head, _, count = text.rpartition("-")
-    if head == "every" and count.isdigit() and int(count) > 0:
-        return int(count)
+    if re.fullmatch("every-0*[1-9][0-9]{0,8}", text):
+        return int(text.removeprefix("every-"))
     if text not in REPLANS or text == "every-K":
-        raise unknown_name("planner.replan", text, REPLANS)
+        raise unknown_name(option, text, REPLANS)
     return None

@@ -120,6 +120,8 @@ class ChunkEvent:
     begin_s: Seconds
     end_s: Seconds
     num_bytes: Bytes
+    is_pressed: bool = False
+    """Whether an update or the next checkpoint waited for it."""
 
 
 @dataclass(slots=True)

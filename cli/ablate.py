@@ -20,14 +20,14 @@ from capricorn.schedule import PlannerConfig
 
 from .options import Command, output_options, scenario_options
 from .output import console, print_json
-from .policies import POLICY_OPTIONS, RHOS, Choice, configure, describe, refuse_chosen
+from .policies import POLICY_OPTIONS, RHOS, Choice, configure, describe, refuse_chosen, refuse_unplanned
 from .run import make_folder
 
 if TYPE_CHECKING:
     from capricorn.replay.model import TraceConfig
     from capricorn.report.ablation import Ablation, Row
 
-OFFLINE = {"trace", "spans", "replans", "gates", "rhos", "assignments", "as_json", "quiet", "out"}
+OFFLINE = {"trace", "spans", "replans", "gates", "rhos", "assignments", "as_json", "quiet"}
 """Parameters that a replay takes."""
 
 
@@ -74,6 +74,7 @@ def ablate(
     from capricorn.harness.machine import require
 
     policies = choice.live(scenario.planner)
+    refuse_unplanned(scenario)
     require(scenario)
     make_folder(out)
     folders: dict[PlannerConfig | None, list[Path]] = {policy: [] for policy in (None, *policies)}
@@ -81,9 +82,11 @@ def ablate(
         _measure(scenario, out, repeats, folders, quiet=quiet or as_json, verbose=verbose)
     finally:
         # Also after Ctrl-C or a failure: what was measured is worth showing.
-        records = {policy: [read_run(f) for f in each if (f / RUN).exists()] for policy, each in folders.items()}
-        _show_live(scenario, records, as_json, quiet)
-    return 0 if all(record.verdict == "ok" for each in records.values() for record in each) else 1
+        records = {
+            policy: [read_run(f) if (f / RUN).exists() else None for f in each] for policy, each in folders.items()
+        }
+        _show_live(records, as_json, quiet)
+    return 0 if all(record.verdict == "ok" for each in records.values() for record in each if record) else 1
 
 
 # --- trained -----------------------------------------------------------------------------------------------------
@@ -93,7 +96,10 @@ def _measure(
     scenario: Scenario, out: Path, repeats: int, folders: dict[PlannerConfig | None, list[Path]], *, quiet: bool,
     verbose: bool,
 ) -> None:  # fmt: skip
-    """Runs each policy `repeats` times, there and back, so that a machine that gets slower does so for all alike."""
+    """Runs each policy `repeats` times, there and back, so that a machine that gets slower does so for all alike.
+
+    The folders of each are by repeat.
+    """
     from capricorn.harness.launcher import launch
 
     from .display import watching
@@ -114,18 +120,16 @@ def _under(scenario: Scenario, policy: PlannerConfig | None) -> Scenario:
     return scenario.model_copy(update={"planner": policy})
 
 
-def _show_live(
-    scenario: Scenario, records: dict[PlannerConfig | None, list[RunRecord]], as_json: bool, quiet: bool
-) -> None:
+def _show_live(records: dict[PlannerConfig | None, list[RunRecord | None]], as_json: bool, quiet: bool) -> None:
     from capricorn.report.ablation import Ablation, compared
 
     base = records[None]
-    rows = tuple(compared(policy, each, base) for policy, each in records.items() if policy is not None and each)
-    runs = [record for each in records.values() for record in each]
+    rows = tuple(compared(policy, each, base) for policy, each in records.items() if policy is not None and any(each))
+    runs = [record for each in records.values() for record in each if record]
     if not runs:
         return
     faults = tuple(f"{record.run_id}: {record.verdict}" for record in runs if record.verdict != "ok")
-    caption = f"Against no checkpointing, {len(base)} times each, {runs[0].mode}."
+    caption = f"Against no checkpointing, {sum(map(bool, base))} times each, {runs[0].mode}."
     names = tuple(record.run_id for record in runs)
     _show(Ablation(mode=runs[0].mode, rows=rows, caption=caption, faults=faults, runs=names), as_json, quiet)
 

@@ -9,11 +9,13 @@ from typing import Any, NamedTuple, TypeAlias
 
 import rich_click as click
 
+from capricorn.config import Scenario
 from capricorn.errors import ConfigError, unknown_name
-from capricorn.schedule import PlannerConfig, parse_replan
-from capricorn.values import Frozen, build
+from capricorn.schedule import RHO_RANGE, PlannerConfig, parse_replan
+from capricorn.values import Frozen, build, require
 
 SPANS = ("global", "layer", "load")
+NO_SPANS = "none"
 GATES = {"on": True, "off": False}
 PROFILED = ("never", "every-10", "speculative", "every-iter", "oracle")
 OFFLINE_REPLANS = {"global": PROFILED, "layer": PROFILED, "load": ("speculative",)}
@@ -39,7 +41,15 @@ class Choice(NamedTuple):
     rhos: tuple[float, ...]
 
     def offline(self, planner: PlannerConfig) -> Policies:
-        """All combinations; what was not given takes every value that makes a difference."""
+        """All combinations; what was not given takes every value that makes a difference.
+
+        Raises:
+            ConfigError: one of them makes sense only for a training.
+        """
+        require(
+            NO_SPANS not in self.spans,
+            "--spans none sends as soon as staged and plans nothing to replay: leave it out, or --trace",
+        )
         gates = self.gates or tuple(GATES.values())
         return tuple(
             _policy(planner, *values)
@@ -49,6 +59,8 @@ class Choice(NamedTuple):
 
     def live(self, planner: PlannerConfig) -> Policies:
         """All combinations, of the default values for what was not given; without any list a selection.
+
+        Without spans nothing is planned, and there is nothing to combine.
 
         Raises:
             ConfigError: a list makes sense only for a replay.
@@ -61,15 +73,19 @@ class Choice(NamedTuple):
             return tuple(_policy(planner, *values) for values in LIVE)
         usual = PlannerConfig()
         chosen = product(self.spans or (usual.spans,), self.replans or (usual.replan,), self.gates or (usual.gate,))
-        return tuple(_policy(planner, *values) for values in chosen)
+        return tuple(dict.fromkeys(_policy(planner, *values) for values in chosen))
 
 
 def _policy(planner: PlannerConfig, spans: str, replan: str, gate: bool) -> PlannerConfig:
+    if spans == NO_SPANS:
+        replan, gate = "never", False
     return planner.model_copy(update={"spans": spans, "replan": replan, "gate": gate})
 
 
 def describe(policy: PlannerConfig) -> str:
     """The policy in a few words."""
+    if policy.spans == NO_SPANS:
+        return "as soon as staged"
     return f"{policy.spans} spans, {policy.replan}, {'gate' if policy.gate else 'no gate'}"
 
 
@@ -102,6 +118,17 @@ def refuse_chosen(assignments: Iterable[str]) -> None:
             raise ConfigError(f"--set {assignment!r}: here {key} is a list; use {CHOSEN[key]}")
 
 
+def refuse_unplanned(scenario: Scenario) -> None:
+    """Raises ConfigError for a training in which no checkpoint leaves by a plan, so that all policies are one."""
+    system = scenario.system
+    require(system.name == "capricorn", f"system {system.name} plans nothing to compare: leave out system.name")
+    require(system.every > 0, "without checkpoints all policies are one: leave out --ckpt off")
+    require(
+        system.replicas > 1,
+        "without a remote replica nothing is sent and all policies are one: use --nodes 2 --replicas 2 or more",
+    )
+
+
 # --- options -----------------------------------------------------------------------------------------------------
 
 
@@ -116,13 +143,13 @@ def _listed(read: Callable[[str], Any]) -> Callable[..., tuple[Any, ...]]:
 
 
 def _spans(word: str) -> str:
-    if word not in SPANS:
-        raise unknown_name("--spans", word, SPANS)
+    if word not in (*SPANS, NO_SPANS):
+        raise unknown_name("--spans", word, (*SPANS, NO_SPANS))
     return word
 
 
 def _replan(word: str) -> str:
-    parse_replan(word)
+    parse_replan(word, "--replan")
     return word
 
 
@@ -137,13 +164,15 @@ def _rho(word: str) -> float:
         rho = float(word)
     except ValueError:
         rho = 0.0
-    if not 0 < rho < float("inf"):
-        raise ConfigError(f"--rho {word!r} is not a positive number; write one, or a list as in 0.5,0.9,1.5")
+    least, most = RHO_RANGE
+    if not least <= rho <= most:
+        raise ConfigError(f"--rho {word!r} is no number from {least:g} to {most:g}; write one, or a list as in 0.5,0.9")
     return rho
 
 
 POLICY_OPTIONS = (
-    click.option("--spans", multiple=True, callback=_listed(_spans), metavar="LIST", help=", ".join(SPANS)),
+    click.option("--spans", multiple=True, callback=_listed(_spans), metavar="LIST",
+                 help=", ".join(SPANS) + " or, live, none: as soon as staged"),
     click.option("--replan", "replans", multiple=True, callback=_listed(_replan), metavar="LIST",
                  help="never, every-K, speculative, every-iter or, offline, oracle"),
     click.option("--gate", "gates", multiple=True, callback=_listed(_gate), metavar="LIST", help="on, off"),

@@ -58,7 +58,7 @@ class Timeline:
     late_s: list[Seconds]
     """By rank."""
     profile: IterationProfile
-    """Its times are since each rank's own begin."""
+    """By the same clock."""
     sends: list[list[tuple[Stretch, Bytes]]]
     """By rank."""
     duration_s: Seconds
@@ -82,7 +82,7 @@ class Timeline:
             iteration=iteration,
             ranks=ranks,
             late_s=late_s,
-            profile=_profile(iteration, [[s for s in samples if s.rank == rank] for rank in ranks]),
+            profile=_profile(iteration, [[s for s in samples if s.rank == rank] for rank in ranks], late_s),
             sends=sends,
             duration_s=max(own[rank].duration_s + late for rank, late in zip(ranks, late_s, strict=True)),
             link_bytes_per_s=max(own[rank].link_bytes_per_s for rank in ranks) or fastest,
@@ -93,7 +93,7 @@ class Timeline:
         for op, begin_s, end_s in zip(
             self.profile.ops, self.profile.begins_s[place], self.profile.ends_s[place], strict=True
         ):
-            yield op, Stretch(begin_s + self.late_s[place], end_s + self.late_s[place])
+            yield op, Stretch(begin_s, end_s)
 
     def moving(self, place: int) -> list[tuple[OpKey, Stretch]]:
         """The communications of that rank, each from when the last rank has come to it."""
@@ -108,15 +108,17 @@ class Timeline:
         return [Stretch(begin, begin + lasts) for begin, lasts in zip(begins_s, durations_s, strict=True)]
 
 
-def _profile(iteration: int, by_rank: Sequence[Sequence[OpSample]]) -> IterationProfile:
+def _profile(iteration: int, by_rank: Sequence[Sequence[OpSample]], late_s: Sequence[Seconds]) -> IterationProfile:
+    """Samples are since each rank's own begin; a profile goes by one clock."""
     rows = [{OpKey(s.layer, s.direction, s.kind): s for s in ops if s.kind in OP_KINDS} for ops in by_rank]  # type: ignore[arg-type]
     order = tuple(rows[0])
     return IterationProfile(
         iteration=iteration,
         ops=order,
-        begins_s=tuple(tuple(row[op].begin_s for op in order) for row in rows),
-        ends_s=tuple(tuple(row[op].end_s for op in order) for row in rows),
+        begins_s=tuple(tuple(row[op].begin_s + late for op in order) for row, late in zip(rows, late_s, strict=True)),
+        ends_s=tuple(tuple(row[op].end_s + late for op in order) for row, late in zip(rows, late_s, strict=True)),
         tokens={},
+        starts_s=tuple(late_s),
     )
 
 
@@ -142,7 +144,7 @@ def _bar(axes: Axes, at: Stretch, top: float, height: float, **style: Any) -> No
 def _draw_ops(axes: Axes, timeline: Timeline, place: int) -> None:
     """A rank waits from the end of the op before until all have come; the counts of the routers come first, too."""
     top, height = place + OPS_LANE[0], OPS_LANE[1] - OPS_LANE[0]
-    moving, before_s = dict(timeline.moving(place)), 0.0
+    moving, before_s = dict(timeline.moving(place)), timeline.late_s[place]
     for op, at in timeline.ops(place):
         if op.kind in ("dispatch", "combine", "reduce"):
             _bar(axes, Stretch(before_s, moving[op].begin_s), top, height, **WAITING)

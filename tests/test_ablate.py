@@ -14,7 +14,10 @@ from capricorn.config import Scenario
 from capricorn.harness import machine
 from capricorn.harness.launcher import RunListener
 from capricorn.loads.synthetic import synthetic_shares
-from capricorn.report.ablation import bootstrap
+from capricorn.records import RunRecord
+from capricorn.report.ablation import bootstrap, compared
+from capricorn.resolve import load_model
+from capricorn.schedule import PlannerConfig
 from tests.test_cli import Launcher, cli
 
 KEYS = {"spans", "replan", "gate", "rho", "slowdown", "profiled_frac", "accuracy_frac"}
@@ -185,6 +188,60 @@ def test_an_interrupt_shows_what_was_measured(
     assert [(row["replan"], row["slowdown_ci"]) for row in rows] == [("never", None)]
 
 
+def record(run_id: str, iteration_s: float, verdict: str = "ok") -> RunRecord:
+    summary = {"iteration_s_p50": iteration_s, "profiled_frac": iteration_s, "rho": 0.9}
+    return RunRecord(
+        run_id=run_id, started_at="2026-11-29T15:00:00Z", mode="live", system="capricorn", seed=0,
+        config=Scenario(model=load_model("mixtral-tiny")), environment=machine.environment("cpu"), summary=summary,
+        verdict=verdict,
+    )  # fmt: skip
+
+
+def test_runs_are_paired_by_repeat_also_where_one_left_no_record() -> None:
+    ours = [record("a", 2.2), None, record("c", 12.0), record("d", 1.0)]
+    row = compared(PlannerConfig(), ours, [record("x", 2.0), record("y", 5.0), record("z", 10.0)])
+    assert row.slowdown == pytest.approx((1.1 * 1.2) ** 0.5)
+    assert row.runs == ("a", "c", "d")
+    assert compared(PlannerConfig(), ours, [None, record("y", 5.0)]).slowdown is None
+
+
+def test_no_figure_counts_of_a_run_that_went_wrong() -> None:
+    ours = [record("a", 2.2), record("b", 9.0, "stopped after 1 of 3 iterations"), record("c", 1.0)]
+    base = [record("x", 2.0), record("y", 1.0), record("z", 1.0, "no checkpoint became complete")]
+    row = compared(PlannerConfig(), ours, base)
+    assert (row.slowdown, row.profiled_frac) == (pytest.approx(1.1), pytest.approx(1.6))
+    assert row.runs == ("a", "b", "c")
+    alone = compared(PlannerConfig(), ours[1:2], base)
+    assert (alone.slowdown, alone.profiled_frac, alone.rho) == (None, None, 0.9)
+
+
+def test_a_run_that_stops_early_is_told_and_left_out_of_the_row(
+    launcher: Paced, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = launcher.launch
+
+    def stop(scenario: Scenario, out: Path, listener: RunListener) -> Path:
+        if launcher.num_runs == 2:
+            launcher.stop_after, launcher.end = 1, KeyboardInterrupt()
+        return done(scenario, out, listener)
+
+    monkeypatch.setattr("capricorn.harness.launcher.launch", stop)
+    assert cli(*TINY, "--spans", "layer", "--repeats", "2", "--json", "--out", tmp_path) == 130
+    report = json.loads(capsys.readouterr().out)
+    assert report["faults"] == [pytest.approx("run3: stopped after 1 of 3 iterations")]
+    assert [(len(row["runs"]), row["slowdown"]) for row in report["rows"]] == [(2, pytest.approx(1.1))]
+
+
+def test_sending_as_soon_as_staged_is_one_row_whatever_the_other_lists(
+    launcher: Paced, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    lists = ("--spans", "none,layer", "--replan", "never,every-2", "--gate", "on")
+    assert cli(*TINY, *lists, "--json", "--out", tmp_path) == 0
+    assert launcher.order == ["none", "none never False", "layer never True", "layer every-2 True"]
+    row = json.loads(capsys.readouterr().out)["rows"][0]
+    assert (row["spans"], row["replan"], row["gate"]) == ("none", "never", False)
+
+
 def test_the_bootstrap_holds_the_mean_of_the_ratios() -> None:
     interval = bootstrap([1.0, 1.1, 1.2])
     assert interval is not None
@@ -208,15 +265,33 @@ MISTAKES = [
     (("--set", "planner.gate=on"), "use --gate"),
     (("--replan", "oracle"), "--trace FILE.npz"),
     (("--rho", "0.9"), "--rho is for a replay"),
-    (("--rho", "-1"), "is not a positive number"),
+    (("--rho", "-1"), "--rho '-1' is no number from"),
+    (("--trace", "TRACE", "--rho", "0.5,1e-310"), "--rho '1e-310' is no number from"),
+    (("--trace", "TRACE", "--rho", "inf"), "--rho 'inf' is no number from"),
+    (("--trace", "TRACE", "--rho", "nan"), "--rho 'nan' is no number from"),
+    (("--trace", "TRACE", "--out", "there"), "--out says nothing about a replay"),
+    (("--trace", "TRACE", "--spans", "none"), "plans nothing to replay"),
+    (("--trace", "TRACE", "--set", "trace.tokens=1"), "trace.tokens 1 is less than one for each of 8 ranks"),
+    (("--trace", "TRACE", "--set", "trace.top_k=9"), "trace.top_k 9 exceeds the 8 experts"),
+    (("--trace", "TRACE", "--set", "trace.profile_cost_frac=inf"), "profile_cost_frac = 'inf'"),
+    (("--trace", "TRACE", "--set", "trace.iterations=1000000000000"), "iterations = '1000000000000'"),
+    (("--trace", "TRACE", "--set", "trace.num_chunks=1000000000000"), "num_chunks = '1000000000000'"),
+    (("--trace", "TRACE", "--set", "planner.max_chunk_bytes=1000000TiB"), "should be less than or equal to 1073741824"),
+    (("--set", "system.name=blocking"), "system blocking plans nothing to compare"),
+    (("--ckpt", "off"), "all policies are one: leave out --ckpt off"),
+    (("--replicas", "1"), "all policies are one: use --nodes 2 --replicas 2"),
+    (("--nodes", "1"), "all policies are one: use --nodes 2 --replicas 2"),
     (("--spans", "layers"), "did you mean 'layer'?"),
-    (("--replan", "every-0"), "unknown planner.replan 'every-0'"),
+    (("--replan", "every-0"), "unknown --replan 'every-0'"),
+    (("--replan", "every-²"), "unknown --replan 'every-²'"),
+    (("--replan", "every-" + "9" * 5000), "unknown --replan 'every-999"),
+    (("--set", "planner.risk=nan"), "planner.risk"),
     (("--gate", "maybe"), "unknown --gate 'maybe'"),
     (("--model", "mixtral-smal"), "did you mean 'mixtral-small'?"),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "message"), MISTAKES, ids=[" ".join(a) for a, _ in MISTAKES])
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES, ids=[" ".join(a)[:60] for a, _ in MISTAKES])
 def test_a_mistake_is_one_line_and_exit_code_2(
     arguments: tuple[str, ...], message: str, trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

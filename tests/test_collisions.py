@@ -81,8 +81,9 @@ def test_a_communication_that_took_less_than_measured_counts_from_its_begin() ->
     assert after([(10, 20)], dispatch=100.0).take([sent(0, 20)]) == 500
 
 
-def test_communications_are_counted_once() -> None:
+def test_a_transfer_that_is_told_of_an_iteration_later_still_collides() -> None:
     collisions = after([(10, 20)])
+    assert collisions.take([]) == 0
     assert collisions.take([sent(10, 20)]) == 1000
     assert collisions.take([sent(10, 20)]) == 0
 

@@ -61,11 +61,16 @@ def make(*, is_reactive: bool = True, condition: threading.Condition | None = No
 def passing(gate: Gate, num_bytes: int, *, host: int = HOST, in_flight: int = 0, is_overflow: bool = False) -> int:
     """How much of a chunk passes at once; that then has."""
     try:
-        passed = gate.wait(host, num_bytes, in_flight, is_overflow=is_overflow)
+        passed = gate.wait(host, num_bytes, lambda: in_flight, is_overflow=is_overflow)
     except Held:
         return 0
     assert not passed.has_waited
     return passed.num_bytes
+
+
+def is_pressed(gate: Gate) -> bool:
+    """Whether what passes at once does because somebody waits for it."""
+    return gate.wait(HOST, 1000, lambda: 0, is_overflow=False).is_pressed
 
 
 def passes(gate: Gate, num_bytes: int = 50_000, *, host: int = HOST, is_overflow: bool = False) -> bool:
@@ -217,20 +222,20 @@ def test_a_late_checkpoint_waits_for_the_host_too() -> None:
 
 def test_only_what_passes_while_the_link_is_idle_has_it_for_itself() -> None:
     gate, _ = make()
-    assert not gate.wait(HOST, 10, 0, is_overflow=False).is_idle
+    assert not gate.wait(HOST, 10, lambda: 0, is_overflow=False).is_idle
     gate.open(1, BEGIN_S, LIMIT)
-    assert gate.wait(HOST, 10, 0, is_overflow=False).is_idle
+    assert gate.wait(HOST, 10, lambda: 0, is_overflow=False).is_idle
     gate.hurry(True)
-    assert not gate.wait(HOST, 10, 0, is_overflow=False).is_idle
+    assert not gate.wait(HOST, 10, lambda: 0, is_overflow=False).is_idle
     gate.hurry(False)
     gate.note_overdue()
-    assert not gate.wait(HOST, 10, 0, is_overflow=False).is_idle
+    assert not gate.wait(HOST, 10, lambda: 0, is_overflow=False).is_idle
 
 
 def test_no_chunk_is_held_for_longer_than_the_gate_has_patience() -> None:
     gate = Gate(is_reactive=True, patience_s=0.05)
     gate.open(1, 0.0, UNUSED)
-    passed = gate.wait(HOST, 1000, 0, is_overflow=False)
+    passed = gate.wait(HOST, 1000, lambda: 0, is_overflow=False)
     assert passed.num_bytes == 1000
     assert passed.has_waited
 
@@ -275,12 +280,12 @@ def test_a_checkpoint_that_holds_up_the_next_one_passes_whatever_goes_on_and_is_
     gate.hear(HOST, 0)
     assert not passes(gate, 1)
     gate.note_overdue()
-    assert passes(gate, 30)
+    assert is_pressed(gate)
     gate.open(2, BEGIN_S, UNUSED)
+    assert is_pressed(gate)
     assert passes(gate, 12, is_overflow=True)
     gate.begin_save(is_late=False)
     assert not passes(gate, 1)
-    assert gate.overflow_bytes == 42
 
 
 @pytest.mark.parametrize("is_reactive", [True, False])
@@ -291,11 +296,10 @@ def test_while_an_update_waits_everything_passes_and_is_counted(is_reactive: boo
     clock.now = BEGIN_S + 5.0
     gate.hear(HOST, 0)
     gate.hurry(True)
-    assert passes(gate, 30)
+    assert is_pressed(gate)
     assert passes(gate, 12, is_overflow=True)
     gate.hurry(False)
     assert not passes(gate, 1)
-    assert gate.overflow_bytes == 42
 
 
 @pytest.mark.parametrize("is_reactive", [True, False])
@@ -306,10 +310,10 @@ def test_after_a_release_everything_passes_until_the_next_span_and_counts_as_no_
     clock.now = BEGIN_S + 5.0
     gate.release()
     assert passes(gate, 10**6)
+    assert not is_pressed(gate)
     assert passes(gate, 10**6, is_overflow=True)
     gate.open(2, BEGIN_S, UNUSED)
     assert not passes(gate, 1)
-    assert gate.overflow_bytes == 0
 
 
 def test_a_gate_that_is_not_reactive_goes_by_the_plan_alone() -> None:
@@ -411,7 +415,7 @@ def test_a_thread_that_waits_is_woken_by(
     hold(gate)
     passed: list[Passed] = []
     thread = threading.Thread(
-        target=lambda: passed.append(gate.wait(HOST, 10, 0, is_overflow=is_overflow)), daemon=True
+        target=lambda: passed.append(gate.wait(HOST, 10, lambda: 0, is_overflow=is_overflow)), daemon=True
     )
     thread.start()
     assert condition.is_waited_for.wait(DEADLINE_S)

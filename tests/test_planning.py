@@ -88,7 +88,7 @@ def test_before_a_profile_everything_is_overflow() -> None:
 
 
 def test_a_profile_fills_the_spans_and_says_so_once() -> None:
-    planner = make()
+    planner = make(profile_iterations=1)
     planner.observe(profile([{}, {}]))
     plan = planner.plan(1, LINK)
     assert planner.spans == SPANS
@@ -217,16 +217,30 @@ def test_ranks_want_profiles_of_the_same_iterations() -> None:
         [iteration for iteration, _ in train(planner, loads, stale_s=0.1) if planner.replanned] for planner in planners
     ]
     assert starts[0] == starts[1]
-    assert len(starts[0]) > 4
+    assert len(starts[0]) > 1
 
 
 def test_a_change_of_loads_starts_a_profile_and_stable_ones_none() -> None:
     planner = make("layer", "speculative")
     loads = [(1000, 1000 + iteration % 3) for iteration in range(60)] + [(1900, 100)] * 60
     replans = [iteration for iteration, _ in train(planner, loads, stale_s=0.1) if planner.replanned]
-    assert replans[:4] == [1, 2, 3, 4]
-    assert 60 < replans[4] < 75
-    assert len(replans) == 8
+    assert replans[0] == 4
+    assert 60 < replans[1] < 75
+    assert len(replans) == 2
+
+
+def test_what_a_profile_cost_counts_also_when_it_is_heard_of_later() -> None:
+    planner = make("layer", "speculative")
+    costs_s = dict.fromkeys(range(1, 11), 0.0) | {11: 5.0}  # as with a checkpoint every ten iterations
+    profiled = []
+    for iteration in range(1, 60):
+        if planner.wants_profile(iteration):
+            profiled.append(iteration)
+            planner.observe(profile([{}, {}], iteration))
+        planner.on_routed(0, (1000, 1000) if iteration < 20 else (1500, 500))
+        planner.plan(iteration, LINK)
+        planner.note(iteration, 0.0 if iteration < 20 else 0.01, costs_s.get(iteration, 0.0))
+    assert profiled == [1, 2, 3, 4]
 
 
 def test_drift_is_known_between_profiles() -> None:

@@ -126,3 +126,19 @@ def test_ops_may_overlap_and_the_newest_iteration_is_the_one_that_is_taken() -> 
         assert (profile.iteration, profile.ops, again) == (2, OPS[:2], None)
         assert profile.begins_s == ((1.0, 2.0),) * 2
         assert profile.ends_s == ((3.0, 4.0),) * 2
+
+
+def measured_without_a_clock(rank: int, num_ranks: int) -> IterationProfile | None:
+    """Clocks are hours apart, and one rank has had no answer to how far."""
+    group = dist.group.WORLD
+    assert group is not None
+    profiler = Profiler(Steps(3600.0 * rank, SLOW_S), group, lambda: None if rank else 0.0)
+    measure(profiler, 1)
+    return profiler.take({})
+
+
+def test_ranks_whose_clocks_are_unknown_are_taken_to_begin_together() -> None:
+    for profile in run_ranks(measured_without_a_clock, 2):
+        assert profile.starts_s == (0.0, 0.0)
+        assert profile.begins_s[0] == profile.begins_s[1]
+        assert profile.begins_s[0][0] == SLOW_S

@@ -20,7 +20,8 @@ from capricorn.profile import IterationProfile, spans_of
 from capricorn.replay.model import TraceConfig, Training, ops_of_layers, train, train_on
 from capricorn.replay.policy import references, replay_policy, shard_bytes
 from capricorn.replay.run import Checkpoint, Outcome, replay
-from capricorn.schedule import PlannerConfig
+from capricorn.schedule import RHO_RANGE, PlannerConfig
+from capricorn.values import build
 
 TRACE = Path(__file__).parents[2] / "shared/data/moe_load_trace.npz"
 RHOS = (0.5, 0.9, 1.5)
@@ -101,6 +102,37 @@ def test_more_ranks_than_experts_are_refused() -> None:
         synthetic(ranks=17)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tokens": 7}, {"rho": 1e-310}, {"rho": float("inf")}, {"rho": float("nan")}, {"iterations": 10**30},
+        {"num_chunks": 10**30}, {"profile_cost_frac": float("inf")}, {"profile_cost_frac": 1e300},
+        {"idle_frac": 1e-310}, {"load_noise": float("nan")}, {"tokens": 10**30},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_settings_that_mean_nothing_are_refused(fields: dict[str, float]) -> None:
+    with pytest.raises(ConfigError):
+        build(TraceConfig, fields, "here")
+
+
+def test_the_extremes_of_the_settings_give_finite_figures() -> None:
+    most: dict[str, float] = {"load_noise": 0.99, "compute_noise": 0.99, "profile_cost_frac": 10.0, "num_chunks": 1}
+    for rho in RHO_RANGE:
+        for fields in ({"tokens": 8, "idle_frac": 0.001}, {"idle_frac": 0.999, "attention_frac": 1.0, "ranks": 16}):
+            made = at(rho, synthetic("transient", 5, **most, **fields))
+            outcome = replay_policy(policy("layer"), *made)
+            figures = [outcome.slowdown, outcome.collision_s, *references(PlannerConfig(), *made).values()]
+            assert np.isfinite(figures).all()
+
+
+def test_a_trace_longer_than_memory_is_refused_before_it_is_laid_out(tmp_path: Path) -> None:
+    np.savez(tmp_path / "long.npz", iterations=[1, 10**9], load_share=np.ones((2, 1, 8)))
+    with pytest.raises(ConfigError, match=r"choose trace\.iterations of at most"):
+        train_on(tmp_path / "long.npz", TraceConfig())
+    assert len(train_on(tmp_path / "long.npz", TraceConfig(iterations=3)).base_s) == 3
+
+
 def test_a_checkpoint_takes_rho_times_the_mean_idle_time() -> None:
     training, _ = synthetic()
     link = training.link(1 << 20, 0.9)
@@ -138,10 +170,20 @@ def test_with_a_gate_a_single_chunk_runs_over_the_end_of_a_span() -> None:
 def test_with_a_gate_nothing_is_sent_that_would_leave_after_the_limit() -> None:
     limits = [Limit(5.0, 4), Limit(20.0, 10)]
     sent = checkpoint(limits, num_chunks=8, num_planned=7)
-    sent.send_gated(limits[0], 10.0)
-    assert sent.outcome(0.0, False).overflow_s == 12.0
+    sent.send_gated(limits[0], 10.0)  # two chunks and a half
+    assert sent.outcome(0.0, False).overflow_s == 11.0
     sent.send_gated(limits[1], 20.0)  # the rest of the first span and the overflow follow
     assert sent.outcome(0.0, False).overflow_s == 0.0
+
+
+def test_before_a_plan_all_that_fits_a_span_goes_out_and_delays_nothing() -> None:
+    sent = checkpoint([], num_chunks=8, num_planned=0)
+    sent.send_freely(5.0)
+    sent.send_freely(0.0)
+    sent.send_freely(4.0)
+    assert sent.outcome(0.0, False) == (0.0, 16 - 9, 0.0, 0, 0, False)
+    sent.send_freely(50.0)
+    assert sent.outcome(0.0, False)[:2] == (0.0, 0.0)
 
 
 def test_an_empty_span_takes_nothing() -> None:
@@ -263,6 +305,16 @@ def test_an_oracle_comes_close_to_the_bound() -> None:
         bound = references(PlannerConfig(), *at(rho, made))["lower bound"]
         assert run(policy("layer", "oracle"), made, rho).slowdown <= bound + 0.005
     assert run(policy("layer", "oracle"), made).profiled_frac == 0
+
+
+@pytest.mark.parametrize("gate", [True, False])
+def test_the_first_iteration_has_no_plan_and_loses_what_exceeds_its_idle_time(gate: bool) -> None:
+    training, config = made = synthetic("stable", 100)
+    first = run(policy("layer", "never", gate), made, 1.5).iterations[0]
+    link = training.link(shard_bytes(PlannerConfig(), config), 1.5)
+    beyond_s = 1.5 * training.idle_s.mean() - training.idle_s[0]
+    assert (first.planned_bytes, first.collision_s) == (0, pytest.approx(0.0))
+    assert first.overflow_s == pytest.approx(beyond_s, abs=20 * link.latency_s)
 
 
 def test_periodic_policies_profile_as_often_as_they_say() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +13,12 @@ from rich.console import Console
 
 from capricorn.cluster import ClusterConfig
 from capricorn.config import Scenario, SystemConfig, TrainConfig
-from capricorn.records import ITERATIONS, Environment, IterationSample, RunRecord, append
+from capricorn.records import ITERATIONS, OPS, Environment, IterationSample, OpSample, RunRecord, append
 from capricorn.report.summary import summarize
 from capricorn.report.tables import run_table
 from capricorn.resolve import load_model
 
+FIGURES = Path(__file__).parents[1] / "docs"
 SCENARIO = Scenario(
     model=load_model("mixtral-tiny"),
     train=TrainConfig(iterations=5, warmup=1),
@@ -111,8 +115,13 @@ def test_bytes_are_of_an_iteration_on_all_ranks_and_their_parts_make_one(tmp_pat
     assert summary["partition_accuracy_frac"] == 0.8
 
 
-def test_hiding_more_than_was_planned_makes_no_partition_better_than_accurate(tmp_path: Path) -> None:
-    assert planned(tmp_path, planned_bytes=500)["partition_accuracy_frac"] == 1
+def test_hiding_more_than_was_planned_on_one_rank_makes_up_for_nothing_on_another(tmp_path: Path) -> None:
+    assert planned(tmp_path, planned_bytes=500)["partition_accuracy_frac"] == pytest.approx((900 + 500) / 1500)
+
+
+def test_hiding_more_than_was_planned_in_one_iteration_makes_up_for_nothing_in_another(tmp_path: Path) -> None:
+    fates = {2: {"planned_bytes": 400, "hidden_bytes": 1000}, 3: {"planned_bytes": 600, "hidden_bytes": 0}}
+    assert run(tmp_path, {}, fates)["partition_accuracy_frac"] == 0.4
 
 
 def test_losses_are_those_of_the_rank_that_lost_most(tmp_path: Path) -> None:
@@ -145,6 +154,13 @@ def test_the_lower_bound_is_sending_less_idle_time_on_the_rank_where_it_is_most(
     assert planned(tmp_path, **of_rank_1)["lower_bound_s"] == pytest.approx(bound_s)
 
 
+def test_without_a_plan_there_is_no_lower_bound(tmp_path: Path) -> None:
+    unplanned = PLANNED | {"planned_bytes": 0}
+    summary = run(tmp_path, {0: unplanned, 1: unplanned})
+    assert summary["lower_bound_s"] is None
+    assert (summary["idle_s"], summary["planned_link_bytes_per_s"]) == (1.5, 500)
+
+
 def test_what_fits_the_idle_spans_has_a_lower_bound_of_zero_and_no_row_for_it(tmp_path: Path) -> None:
     fits = PLANNED | {"idle_s": 2.5}
     summary = run(tmp_path, {0: fits, 1: fits})
@@ -161,6 +177,48 @@ def test_the_table_tells_of_planning_hiding_and_the_lower_bound(tmp_path: Path) 
 
 def test_the_table_keeps_to_sixty_columns(tmp_path: Path) -> None:
     assert max(map(len, shown(planned(tmp_path), width=60).splitlines())) <= 60
+
+
+def test_the_figure_puts_all_ranks_on_one_clock(tmp_path: Path) -> None:
+    """Rank 1 begins 0.5 s late; both see the dispatch end when it does, 3 s after the first began."""
+    for rank, late_s in ((0, 0.0), (1, 0.5)):
+        write(tmp_path, 1, rank, at_s=10.0 + 4, duration_s=4 - late_s, link_bytes_per_s=100.0)
+        computes_s = (1.0, 2.0)[rank]
+        for kind, begin_s, end_s in (
+            ("attention", 0.0, computes_s),
+            ("dispatch", computes_s, 3 - late_s),
+            ("expert", 3 - late_s, 3.2 - late_s),
+            ("combine", 3.2 - late_s, 3.6 - late_s),
+            ("send", 0.0, 1.0),
+        ):
+            layer = {"layer": 0, "direction": "forward", "kind": kind, "bytes": 50 if kind == "send" else 0}
+            sample = {"iteration": 1, "rank": rank, "begin_s": begin_s, "end_s": end_s}
+            append(tmp_path / OPS, OpSample.model_validate(layer | sample))
+    code = f"""
+import json, sys
+from pathlib import Path
+sys.path.insert(0, {str(FIGURES)!r})
+from planner_figure import Timeline
+timeline = Timeline.read(Path({str(tmp_path)!r}), 1)
+both = range(2)
+print(json.dumps([
+    [[list(at) for _, at in timeline.ops(place)] for place in both],
+    [[list(at) for _, at in timeline.moving(place)] for place in both],
+    [[list(at) for at in timeline.idle_spans(place)] for place in both],
+    [[list(at) for at, _ in timeline.sends[place]] for place in both],
+]))
+"""
+    printed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+    ops, moving, idle, sends = json.loads(printed)
+    assert ops[1] == [[0.5, 2.5], [2.5, 3.0], [3.0, 3.2], pytest.approx([3.2, 3.6])]
+    for place in range(2):
+        assert moving[place][0] == pytest.approx([2.5, 3.0])
+        assert moving[place][1] == pytest.approx([3.2, 3.6])
+        assert idle[place][0] == pytest.approx([0.5 * place, 2.5])
+        assert idle[place][1] == pytest.approx([3.0, 3.2])
+        assert sends[place] == [pytest.approx([0.5 * place, 0.5 * place + 1])]
 
 
 def test_a_record_older_than_planning_still_has_a_table(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ class SpanPlanner:
         self.drift = 0.0
         """Of the loads since the plan."""
         self.replanned = False
-        """Whether the plan last made was the first to use some profile."""
+        """Whether the plan last made was the first to use a whole profile."""
         is_oracle = config.replan == "oracle"
         self._config, self._own, self._hosts, self._shard_bytes = config, rank, tuple(hosts), shard_bytes
         self._by_load = config.spans == "load" and not is_oracle  # an oracle has seen the very spans to come
@@ -68,7 +68,7 @@ class SpanPlanner:
         self._tokens: dict[int, int] = {}
         self._num_left = 0  # iterations of the current profile still to be measured
         self._started = self._last_wanted = -1
-        self._is_profiling, self._has_new = False, False
+        self._is_profiling = self._has_new = self._is_outdated = self._owes = False
         self._num_fresh = 0
         self._cost_s: Seconds = 0.0
         self._plan, self._link = Plan(()), LinkModel(0.0, 1.0)
@@ -108,16 +108,21 @@ class SpanPlanner:
             self._lasting[index].note(rows[self._own][index], tokens)
         self._tokens = most | self._tokens
         self._num_fresh += 1
-        self._has_new = True
+        self._is_outdated = True
+        self._has_new = self._has_new or self._num_fresh % self._config.profile_iterations == 0
 
     def note(self, iteration: int, lost_s: Seconds, cost_s: Seconds) -> None:
         if not self._is_profiling:
+            if self._owes and cost_s:
+                # What the last of its iterations took to share and to plan is heard of only after it.
+                self._policy.charge(cost_s)
+                self._owes = False
             self.drift = self._loads.drift()
             self._policy.note(self.drift, lost_s)
             return
         self._cost_s += cost_s
         if not self._num_left:
-            self._is_profiling, self.drift = False, 0.0
+            self._is_profiling, self._owes, self.drift = False, True, 0.0
             self._policy.replanned(self._started, self._cost_s)
             self._loads.mark()
 
@@ -126,7 +131,7 @@ class SpanPlanner:
         if link is None or not self.spans:
             self._plan = Plan(tile(self._shard_bytes, len(self._hosts), config.max_chunk_bytes))
             return self._plan
-        if self._plan.limits and link == self._link and not (self._has_new or self._by_load):
+        if self._plan.limits and link == self._link and not (self._is_outdated or self._by_load):
             self.replanned = False
             return self._plan
         spans, ends = self._estimates(self._usable), self._estimates(self._lasting)
@@ -135,7 +140,7 @@ class SpanPlanner:
         )
         self._deviations = deviations_at(self._plan.risk)
         self._link = link
-        self.replanned, self._has_new = self._has_new, False
+        self.replanned, self._has_new, self._is_outdated = self._has_new, False, False
         return self._plan
 
     def limit(self, span: int) -> Limit:

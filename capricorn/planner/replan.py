@@ -27,6 +27,10 @@ class ReplanPolicy(Protocol):
         """A plan has been made from a profile that started with that iteration; both together took `cost_s`."""
         ...
 
+    def charge(self, cost_s: Seconds) -> None:
+        """A part of the cost of the last profile and its plan, which was not known when it was made."""
+        ...
+
     def note(self, drift: float, lost_s: Seconds) -> None:
         """One iteration under the plan: the drift of the loads since, and the time lost."""
         ...
@@ -44,6 +48,9 @@ class Periodic:
 
     def replanned(self, iteration: int, cost_s: Seconds) -> None:
         self._last = iteration
+
+    def charge(self, cost_s: Seconds) -> None:
+        """Nor does it count the cost."""
 
     def note(self, drift: float, lost_s: Seconds) -> None:
         """Nothing sways it."""
@@ -88,10 +95,14 @@ class Speculative:
         self._lost_s: Seconds = 0.0
 
     def is_due(self, iteration: int) -> bool:
-        return self._cost_s is None or (self._lost_s > 0 and self._lost_s >= self._cost_s)
+        return self._cost_s is None or (self._lost_s > 0 and self._lost_s >= self._cost_s > 0)
 
     def replanned(self, iteration: int, cost_s: Seconds) -> None:
         self._cost_s, self._lost_s = cost_s, 0.0
+
+    def charge(self, cost_s: Seconds) -> None:
+        if self._cost_s is not None:
+            self._cost_s += cost_s
 
     def note(self, drift: float, lost_s: Seconds) -> None:
         self._staleness.note(drift, lost_s)

@@ -9,20 +9,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field
+from pydantic import ConfigDict, Field, model_validator
 
 from capricorn.errors import ConfigError
 from capricorn.hooks import NO_LAYER, OpKey
 from capricorn.loads.trace import Ints, Shares, cap_shares, trace_shares, trace_size
 from capricorn.planner.link import LinkModel
 from capricorn.profile import COMMUNICATION, IterationProfile, spans_of
+from capricorn.schedule import RHO_RANGE
 from capricorn.topology import expert_split
 from capricorn.units import Bytes, Seconds
-from capricorn.values import Frozen
+from capricorn.values import Frozen, require
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 
@@ -30,6 +31,10 @@ ITERATION_S: Seconds = 1.0
 """The mean iteration without checkpoint; everything else is in proportion to it."""
 LATENCY_FRAC = 0.001
 """Latency of the link, of the mean span."""
+LEAST_NOISE = 0.001
+"""To which any duration or share falls at most, as a multiple of itself without noise: nothing vanishes."""
+MOST_ITERATIONS = 100_000
+"""So that a training fits into memory."""
 BACKWARD = 2
 """Times the forward op that the backward op takes: it has the gradients of both inputs and weights to compute."""
 
@@ -37,19 +42,43 @@ BACKWARD = 2
 class TraceConfig(Frozen):
     """What a replay takes a series of expert loads for."""
 
-    rho: float = Field(default=0.9, gt=0, description="transfer time of a checkpoint / idle time of an iteration")
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    rho: float = Field(
+        default=0.9,
+        ge=RHO_RANGE[0],
+        le=RHO_RANGE[1],
+        description="transfer time of a checkpoint / idle time of an iteration",
+    )
     first: int = Field(default=1, gt=0, description="iteration of the trace to start at")
-    iterations: int = Field(default=0, ge=0, description="how many to replay; 0 is to the end of the trace")
+    iterations: int = Field(
+        default=0, ge=0, le=MOST_ITERATIONS, description="how many to replay; 0 is to the end of the trace"
+    )
     ranks: int = Field(default=8, gt=0)
     top_k: int = Field(default=2, gt=0)
-    tokens: int = Field(default=1 << 16, gt=0, description="assignments of a layer and iteration, over all ranks")
+    tokens: int = Field(
+        default=1 << 16, gt=0, le=1 << 40, description="assignments of a layer and iteration, over all ranks"
+    )
     load_noise: float = Field(default=0.05, ge=0, lt=1, description="relative sd of a share, by iteration")
     compute_noise: float = Field(default=0.02, ge=0, lt=1, description="relative sd of a computing op's duration")
-    idle_frac: float = Field(default=0.587, gt=0, lt=1, description="of an iteration, its spans on average")
+    idle_frac: float = Field(default=0.587, ge=0.001, le=0.999, description="of an iteration, its spans on average")
     attention_frac: float = Field(default=0.5, ge=0, le=1, description="of the computing under balanced loads")
-    num_chunks: int = Field(default=1000, gt=0, description="full chunks of a checkpoint; about 20 a span")
-    profile_cost_frac: float = Field(default=0.002, ge=0, description="of an iteration, profiling and planning it")
+    num_chunks: int = Field(
+        default=1000, gt=0, le=1_000_000, description="full chunks of a checkpoint; about 20 a span"
+    )
+    profile_cost_frac: float = Field(
+        default=0.002, ge=0, le=10, description="of an iteration, profiling and planning it"
+    )
     seed: int = Field(default=0, ge=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        # Else no rank might have any.
+        require(
+            self.tokens >= self.ranks,
+            f"trace.tokens {self.tokens} is less than one for each of {self.ranks} ranks; give trace.tokens more",
+        )
+        return self
 
 
 def ops_of_layers(num_layers: int) -> tuple[OpKey, ...]:
@@ -126,7 +155,7 @@ def train(shares_IME: Shares, config: TraceConfig) -> Training:
     ops = ops_of_layers(shares_IME.shape[1])
     most_IM = tokens_IMW.max(2) * (config.ranks / config.tokens)
     computing_IO = _computing(ops, most_IM, config.attention_frac)
-    computing_IO *= np.maximum(0, 1 + config.compute_noise * rng.standard_normal(computing_IO.shape))
+    computing_IO *= _noise(rng, config.compute_noise, computing_IO.shape)
     moving_IO = _moving(ops, most_IM)
     ops_s = _scaled(computing_IO, config.idle_frac) + _scaled(moving_IO, 1 - config.idle_frac)
     is_span_O = [op.kind not in COMMUNICATION for op in ops]
@@ -138,12 +167,22 @@ def train_on(path: Path, config: TraceConfig) -> Training:
     """The training that has the loads of a trace, in every iteration of it or in those that are asked for.
 
     Raises:
-        ConfigError: the file is no trace, it ends before the first iteration, or there are more ranks than experts.
+        ConfigError: the file is no trace, it ends before the first iteration or is too long, there are more ranks than
+            experts, or fewer experts than a token goes to.
     """
     size = trace_size(path)
     if config.first > size.last:
         raise ConfigError(f"trace.first {config.first} comes after the last iteration of {path}, {size.last}")
+    require(
+        config.top_k <= size.num_experts,
+        f"trace.top_k {config.top_k} exceeds the {size.num_experts} experts of a layer of {path}; give at most as many",
+    )
     num_iterations = config.iterations or size.last - config.first + 1
+    require(
+        num_iterations <= MOST_ITERATIONS,
+        f"from trace.first {config.first} on {path} has {num_iterations} iterations; "
+        f"choose trace.iterations of at most {MOST_ITERATIONS}",
+    )
     shares_IME = trace_shares(
         path, num_layers=size.num_layers, num_experts=size.num_experts, top_k=config.top_k, first=config.first,
         num_iterations=num_iterations,
@@ -153,11 +192,16 @@ def train_on(path: Path, config: TraceConfig) -> Training:
 
 def _tokens(shares_IME: Shares, config: TraceConfig, rng: np.random.Generator) -> Ints:
     """Assignments [I, M, W] to the ranks, with the noise of the batches in the shares."""
-    noise_IME = np.maximum(0, 1 + config.load_noise * rng.standard_normal(shares_IME.shape))
-    noisy_IME = cap_shares(shares_IME * noise_IME, config.top_k)
+    noisy_IME = cap_shares(shares_IME * _noise(rng, config.load_noise, shares_IME.shape), config.top_k)
     starts = [experts.start for experts in expert_split(shares_IME.shape[2], config.ranks)]
     tokens_IMW: Ints = np.rint(np.add.reduceat(noisy_IME, starts, axis=2) * config.tokens).astype(np.int64)
     return tokens_IMW
+
+
+def _noise(rng: np.random.Generator, deviation: float, shape: tuple[int, ...]) -> Floats:
+    """Independent factors around 1."""
+    factors: Floats = np.maximum(LEAST_NOISE, 1 + deviation * rng.standard_normal(shape))
+    return factors
 
 
 def _computing(ops: tuple[OpKey, ...], most_IM: Floats, attention_frac: float) -> Floats:

@@ -90,6 +90,10 @@ class Checkpoint:
         hidden_bytes = min(self._hidden_bytes, self._planned_bytes)
         return Iteration(self._collision_s, overflow_s, profile_s, self._planned_bytes, hidden_bytes, profiled)
 
+    def send_freely(self, true_s: Seconds) -> None:
+        """A span while nothing is planned yet: all that fits goes out."""
+        self._send(min(self._sent + self._link.capacity_bytes(true_s), self._ends[-1]), true_s)
+
     def send_blindly(self, limit: Limit, true_s: Seconds) -> None:
         """A span without a gate: all that is planned up to its end goes out, and no overflow."""
         self._budget += limit.num_bytes
@@ -161,8 +165,11 @@ class _Run:
         for span, (layer, true_s) in enumerate(zip(self._routed, self._spans_IS[index], strict=True)):
             if layer != NO_LAYER:
                 planner.on_routed(layer, tokens_MW[layer])
-            # What is not planned yet has no limit but the end of the span.
-            send(checkpoint, planner.limit(span) if plan.limits else Limit(true_s, 0), true_s)
+            if plan.limits:
+                send(checkpoint, planner.limit(span), true_s)
+            else:
+                # Before the first plan bytes go as soon as they are staged; those that fit the spans do no harm.
+                checkpoint.send_freely(true_s)
         return checkpoint, wants_profile
 
 

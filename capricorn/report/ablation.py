@@ -83,23 +83,33 @@ def simulated(policy: PlannerConfig, rho: float, outcome: Outcome) -> Row:
     )
 
 
-def compared(policy: PlannerConfig, records: Sequence[RunRecord], base: Sequence[RunRecord]) -> Row:
-    """The row of a policy's runs, each paired with the run without checkpoints of the same repeat."""
+def compared(policy: PlannerConfig, records: Sequence[RunRecord | None], base: Sequence[RunRecord | None]) -> Row:
+    """The row of a policy's runs, each paired with the run without checkpoints of the same repeat.
+
+    Both are by repeat, None where a run has no record; one may be longer, if the comparison was cut short. No figure
+    counts of a run whose verdict is not ok.
+    """
     ratios = [
         ours / theirs
         for one, other in zip(records, base, strict=False)
-        if (ours := one.summary["iteration_s_p50"]) and (theirs := other.summary["iteration_s_p50"])
+        if (ours := _iteration_s(one)) and (theirs := _iteration_s(other))
     ]
-    summaries = [record.summary for record in records]
+    there = [record for record in records if record is not None]
+    summaries = [record.summary for record in there if record.verdict == "ok"]
     return Row(
         **_named(policy),
-        rho=_mean("rho", summaries),
+        rho=_mean("rho", [record.summary for record in there]),
         slowdown=float(np.exp(np.log(ratios).mean())) if ratios else None,
         slowdown_ci=bootstrap(ratios),
         profiled_frac=_mean("profiled_frac", summaries),
         accuracy_frac=_mean("partition_accuracy_frac", summaries),
-        runs=tuple(record.run_id for record in records),
+        runs=tuple(record.run_id for record in there),
     )
+
+
+def _iteration_s(record: RunRecord | None) -> float | None:
+    """Of a run that went well."""
+    return record.summary["iteration_s_p50"] if record is not None and record.verdict == "ok" else None
 
 
 def bootstrap(ratios: Sequence[float]) -> Interval | None:

@@ -47,16 +47,20 @@ def _traffic(samples: pd.DataFrame) -> Planning:
     """Bytes an iteration, and of what was sent the parts that were hidden, collided, or were waited for."""
     total = {fate: samples[f"{fate}_bytes"].sum() for fate in ("planned", *_FATES)}
     sent_bytes = sum(total[fate] for fate in _FATES)
-    accuracy = _ratio(total["hidden"], total["planned"])
+    # What was hidden beyond one plan makes up for nothing in another.
+    as_planned = samples[["planned_bytes", "hidden_bytes"]].min(axis=1).sum()
     return {
         **{f"{fate}_bytes_per_iteration": _ratio(total[fate], samples["iteration"].nunique()) for fate in total},
         **{f"{fate}_frac": _ratio(total[fate], sent_bytes) for fate in _FATES},
-        "partition_accuracy_frac": None if accuracy is None else min(1.0, accuracy),
+        "partition_accuracy_frac": _ratio(as_planned, total["planned"]),
     }
 
 
 def _bound(samples: pd.DataFrame) -> Planning:
-    """What no schedule can hide: on the rank where it is most, sending less the idle spans, in seconds an iteration."""
+    """What no schedule can hide: on the rank where it is most, sending less the idle spans, in seconds an iteration.
+
+    Unknown without plans: the rate of the link is then measured beside other traffic.
+    """
     known = samples[["idle_s", "link_bytes_per_s"]].astype(float)
     known = known.where(known > 0)
     rank = known.groupby(samples["rank"]).median()
@@ -65,7 +69,7 @@ def _bound(samples: pd.DataFrame) -> Planning:
     return {
         "idle_s": _median(known["idle_s"].groupby(samples["iteration"]).min()),
         "planned_link_bytes_per_s": _median(known["link_bytes_per_s"]),
-        "lower_bound_s": None if beyond_s is None else max(0.0, beyond_s),
+        "lower_bound_s": max(0.0, beyond_s) if beyond_s is not None and _has_planned(samples) else None,
     }
 
 

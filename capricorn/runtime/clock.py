@@ -13,7 +13,11 @@ from typing import Protocol, TypeAlias
 
 import torch
 
+from capricorn.errors import CapricornError
 from capricorn.units import Seconds
+
+DEADLINE_S: Seconds = 120.0
+CLOSE_S: Seconds = 5.0
 
 Reached: TypeAlias = Callable[[Seconds], None]
 """Called with the time, by `time.perf_counter`, at which the moment was reached; must be short."""
@@ -63,11 +67,12 @@ class CudaClock:
     def settle(self) -> None:
         reached = threading.Event()
         self.at(lambda now_s: reached.set())
-        reached.wait()
+        if not reached.wait(DEADLINE_S):
+            raise CapricornError(f"the device has not come to the end of an iteration within {DEADLINE_S:.0f} s")
 
     def close(self) -> None:
         self._marks.put(None)
-        self._thread.join()
+        self._thread.join(CLOSE_S)  # behind a collective whose peer is gone an event is never reached
 
     def _follow(self) -> None:
         while (mark := self._marks.get()) is not None:

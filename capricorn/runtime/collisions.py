@@ -20,6 +20,7 @@ class Collisions:
         self.moving_s: dict[OpKey, Seconds] = {}
         """By communication, as it was measured last; all of one that was never measured counts."""
         self._busy: deque[tuple[Seconds, Seconds]] = deque()
+        self._before: list[tuple[Seconds, Seconds]] = []
         self._begin_s: Seconds = 0.0
 
     def begin(self, now_s: Seconds) -> None:
@@ -31,11 +32,13 @@ class Collisions:
         self._busy.append((max(self._begin_s, now_s - self.moving_s.get(op, now_s)), now_s))
 
     def take(self, sent: Sequence[ChunkEvent]) -> Bytes:
-        """Bytes of these transfers, in any order, that left during the communications since the last call.
+        """Bytes of these transfers, in any order, that left during the communications since the last call or before it.
 
         What leaves spreads evenly over the duration of its transfer.
         """
-        busy = [self._busy.popleft() for _ in range(len(self._busy))]
+        # A transfer is told of once it has ended, and may have begun before the last call.
+        before, self._before = self._before, [self._busy.popleft() for _ in range(len(self._busy))]
+        busy = before + self._before
         colliding, first = 0.0, 0
         for event in sorted(sent, key=lambda event: event.begin_s):
             while first < len(busy) and busy[first][1] <= event.begin_s:

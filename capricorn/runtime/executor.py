@@ -12,10 +12,10 @@ from collections import deque
 from collections.abc import Sequence
 from queue import SimpleQueue
 
-from capricorn.errors import CapricornError, StoreError
+from capricorn.errors import CapricornError, StoreError, TransportError
 from capricorn.planner.link import LinkEstimator, LinkModel
-from capricorn.planner.plan import Plan
-from capricorn.runtime.gate import Gate
+from capricorn.planner.plan import Chunk, Plan
+from capricorn.runtime.gate import Gate, Passed
 from capricorn.runtime.priority import give_way
 from capricorn.runtime.slot import Slot, checksum
 from capricorn.runtime.staging import Stager
@@ -28,6 +28,12 @@ MAX_EVENTS = 1 << 14
 """Transfers remembered for a timeline that nobody takes; the oldest are forgotten."""
 
 
+MAX_TURNS = 100
+"""Deadlines that one replica may take to get out before those that follow are given up."""
+MAX_TRANSFER_S: Seconds = 0.25
+"""A transfer that lasts longer is booked as several, so that each belongs to one iteration."""
+
+
 class Save:
     """One checkpoint of one rank on its way: staged into a local slot, then replicated.
 
@@ -36,7 +42,8 @@ class Save:
         failures: what went wrong, in words; empty when all replicas are in place.
     """
 
-    def __init__(self, iteration: int, keep: int, plan: Plan, num_links: int) -> None:
+    def __init__(self, iteration: int, keep: int, plan: Plan, hosts: Sequence[int]) -> None:
+        """`hosts` get a replica each, in this order."""
         self.iteration, self.keep, self.plan = iteration, keep, plan
         self.is_local = False
         self.failures: list[str] = []
@@ -44,7 +51,8 @@ class Save:
         self._staged_blocks = 0
         self._is_staged = False
         self._is_given_up = False
-        self._open_links = num_links
+        self._open_links = len(hosts)
+        self._turns = list(hosts)
         self._changed = threading.Condition()
 
     def advance(self, staged_blocks: int) -> None:
@@ -60,11 +68,27 @@ class Save:
                 self.failures.append(failure)
             self._changed.notify_all()
 
+    def wait_turn(self, host: int, timeout_s: Seconds) -> bool:
+        """Waits until the hosts before this one have been sent theirs; False if that took too long.
+
+        One after the other, as planned: they share our end of the link. Each may take as long as the gate holds it.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_given_up or self._turns[:1] == [host], MAX_TURNS * timeout_s)
+            return self._turns[:1] == [host]
+
+    def end_turn(self, host: int) -> None:
+        """That host has been sent its replica, or will not be."""
+        with self._changed:
+            if host in self._turns:
+                self._turns.remove(host)
+            self._changed.notify_all()
+
     def finish_link(self, failure: str = "") -> None:
         with self._changed:
-            self._open_links -= 1
             if failure:
                 self.failures.append(failure)
+            self._open_links -= 1
             self._changed.notify_all()
 
     def is_block_staged(self, index: int) -> bool:
@@ -105,17 +129,21 @@ class Save:
 class _Transfer:
     """A transfer that was not interrupted so far."""
 
-    def __init__(self, begin_s: Seconds, in_flight_bytes: Bytes) -> None:
+    def __init__(self, passed: Passed, in_flight_bytes: Bytes) -> None:
         """`in_flight_bytes` were handed to the network before and not acknowledged."""
-        self.begin_s = self.end_s = begin_s
+        self.passed = passed
+        """How its first part came through the gate."""
+        self.begin_s = self.end_s = time.perf_counter()
         self.num_bytes: Bytes = 0
-        self.is_idle = True
-        """Whether it had the link for itself, as far as we know."""
         self.left_bytes = self._before_bytes = in_flight_bytes
 
-    def add(self, num_bytes: Bytes, left_bytes: Bytes, *, is_idle: bool) -> None:
+    def may_go_on(self, passed: Passed) -> bool:
+        """Whether what passed now belongs to it: under the same conditions, and not for ever."""
+        is_same = (passed.is_idle, passed.is_pressed) == (self.passed.is_idle, self.passed.is_pressed)
+        return is_same and time.perf_counter() - self.begin_s < MAX_TRANSFER_S
+
+    def add(self, num_bytes: Bytes, left_bytes: Bytes) -> None:
         """Bytes were handed to the network just now; of all, `left_bytes` are not acknowledged."""
-        self.is_idle = self.is_idle and is_idle
         self.end_s = time.perf_counter()
         self.num_bytes += num_bytes
         self.left_bytes = left_bytes
@@ -146,7 +174,9 @@ class Executor:
         self._estimator = LinkEstimator()
         self._knows_link = False
         self._lock = threading.Lock()
-        self._sent: list[ChunkEvent] = []
+        self._sent: deque[ChunkEvent] = deque(maxlen=MAX_EVENTS)
+        self._transfers: dict[int, _Transfer] = {}
+        """By host: the transfer that goes on."""
         self._events: deque[ChunkEvent] = deque(maxlen=MAX_EVENTS)
         self._store, self._owner, self._attempt = store, owner, attempt
         self._stager, self._links, self._timeout_s = stager, links, timeout_s
@@ -167,14 +197,14 @@ class Executor:
 
     def start(self, iteration: int, keep: int, plan: Plan) -> Save:
         """Begins a checkpoint of the live state, which must stay as it is until `wait_staged`."""
-        save = Save(iteration, keep, plan, len(self._links))
+        save = Save(iteration, keep, plan, [link.host for link in self._links])
         self._stager.mark()
         self._to_stage.put(save)
         return save
 
     def resend(self, iteration: int, plan: Plan, hosts: Sequence[int]) -> Save:
         """Sends a copy that is complete here to hosts that have lost theirs."""
-        save = Save(iteration, iteration, plan, len(hosts))
+        save = Save(iteration, iteration, plan, [link.host for link in self._links if link.host in hosts])
         save.slot = self._store.read(self._owner, iteration)
         assert save.slot is not None
         save.advance(save.slot.layout.num_blocks)
@@ -203,7 +233,8 @@ class Executor:
     def take_sent(self) -> list[ChunkEvent]:
         """Uninterrupted transfers that ended since the last call."""
         with self._lock:
-            taken, self._sent = self._sent, []
+            taken = list(self._sent)
+            self._sent.clear()
         return taken
 
     def take_events(self) -> list[ChunkEvent]:
@@ -257,45 +288,53 @@ class Executor:
     def _send(self, link: ReplicaLink, save: Save) -> None:
         slot = save.slot
         assert slot is not None
-        link.begin(save.iteration, save.keep)
-        replica, size = self._links.index(link), slot.layout.block_bytes
-        transfer: _Transfer | None = None
-        in_flight_bytes = link.in_flight_bytes
-        for chunk in save.plan.chunks:
-            if chunk.replica != replica:
-                continue
-            start, stop = chunk.offset, chunk.offset + chunk.num_bytes
-            is_held = not save.is_block_staged((stop - 1) // size)
-            if is_held and not save.wait_block((stop - 1) // size, self._timeout_s):
-                raise StoreError(f"iteration {save.iteration} was not staged")
-            is_overflow = chunk.span >= len(save.plan.limits)
-            while start < stop:
-                passed = self._gate.wait(link.host, stop - start, in_flight_bytes, is_overflow=is_overflow)
-                if passed.has_waited or is_held:
-                    self._end(transfer, save)
-                    transfer, is_held = None, False
-                if transfer is None:
-                    transfer = _Transfer(time.perf_counter(), link.in_flight_bytes)
-                link.send_range(save.iteration, slot, start, start + passed.num_bytes)
-                start += passed.num_bytes
-                in_flight_bytes = link.in_flight_bytes
-                transfer.add(passed.num_bytes, in_flight_bytes, is_idle=passed.is_idle)
-        self._end(transfer, save)
+        replica = self._links.index(link)
+        try:
+            if not save.wait_turn(link.host, self._timeout_s):
+                raise TransportError(f"the replicas before that on rank {link.host} did not get out")
+            link.begin(save.iteration, save.keep)
+            for chunk in save.plan.chunks:
+                if chunk.replica == replica:
+                    self._send_chunk(link, save, slot, chunk)
+        finally:
+            save.end_turn(link.host)
+            self._end(link, save)
         link.commit(save.iteration)
 
-    def _end(self, transfer: _Transfer | None, save: Save) -> None:
-        """Notes an uninterrupted transfer, and what it tells of the link."""
+    def _send_chunk(self, link: ReplicaLink, save: Save, slot: Slot, chunk: Chunk) -> None:
+        start, stop = chunk.offset, chunk.offset + chunk.num_bytes
+        block = (stop - 1) // slot.layout.block_bytes
+        if not save.is_block_staged(block):
+            self._end(link, save)
+            if not save.wait_block(block, self._timeout_s):
+                raise StoreError(f"iteration {save.iteration} was not staged")
+        is_overflow = chunk.span >= len(save.plan.limits)
+        while start < stop:
+            passed = self._gate.wait(link.host, stop - start, lambda: link.in_flight_bytes, is_overflow=is_overflow)
+            transfer = self._transfers.get(link.host)
+            if transfer is not None and (passed.has_waited or not transfer.may_go_on(passed)):
+                self._end(link, save)
+            if link.host not in self._transfers:
+                self._transfers[link.host] = _Transfer(passed, link.in_flight_bytes)
+            link.send_range(save.iteration, slot, start, start + passed.num_bytes)
+            start += passed.num_bytes
+            self._transfers[link.host].add(passed.num_bytes, link.in_flight_bytes)
+
+    def _end(self, link: ReplicaLink, save: Save) -> None:
+        """Notes the transfer that went on until now, and what it tells of the link."""
+        transfer = self._transfers.pop(link.host, None)
         if transfer is None:
             return
         end_s = transfer.end_s
         if self._gate.link is not None:
             end_s += transfer.left_bytes / self._gate.link.bytes_per_s
-        event = ChunkEvent("send", save.iteration, transfer.begin_s, end_s, transfer.num_bytes)
+        is_pressed = transfer.passed.is_pressed
+        event = ChunkEvent("send", save.iteration, transfer.begin_s, end_s, transfer.num_bytes, is_pressed)
         with self._lock:
             self._sent.append(event)
             # What shared the link tells little of it, but more than nothing.
-            if transfer.moved_bytes > 0 and (transfer.is_idle or not self._knows_link):
-                self._knows_link = transfer.is_idle
+            if transfer.moved_bytes > 0 and (transfer.passed.is_idle or not self._knows_link):
+                self._knows_link = transfer.passed.is_idle
                 self._estimator.note(transfer.moved_bytes, transfer.end_s - transfer.begin_s)
         self._events.append(event)
 

@@ -26,6 +26,8 @@ class Passed(NamedTuple):
     has_waited: bool
     is_idle: bool
     """Whether it is taken to have the link for itself."""
+    is_pressed: bool
+    """Whether it passed because an update or the next checkpoint waited for it."""
 
 
 class Gate:
@@ -44,8 +46,6 @@ class Gate:
         """No chunk is held for longer than `patience_s`: a host that hears nothing for too long takes us for dead."""
         self.link: LinkModel | None = None
         """What a transfer takes, once it is known."""
-        self.overflow_bytes: Bytes = 0
-        """What has passed because an update or the next checkpoint waited for it."""
         self._is_reactive, self._patience_s, self._clock = is_reactive, patience_s, clock
         self._changed = threading.Condition()
         self._is_free = True
@@ -106,27 +106,26 @@ class Gate:
             self._heard[host] = max(number, self._heard.get(host, 0))
             self._changed.notify_all()
 
-    def wait(self, host: int, num_bytes: Bytes, in_flight_bytes: Bytes, *, is_overflow: bool) -> Passed:
+    def wait(self, host: int, num_bytes: Bytes, in_flight_bytes: Callable[[], Bytes], *, is_overflow: bool) -> Passed:
         """Returns when a chunk of so many bytes for that host may start, or a part of it.
 
-        `in_flight_bytes` were handed to the network before and may not have left yet.
+        `in_flight_bytes` yields what was handed to the network before and has not left yet.
         """
         has_waited, until_s = False, self._clock() + self._patience_s
         with self._changed:
             while not (passing := self._passing_bytes(host, num_bytes, in_flight_bytes, is_overflow)):
                 left_s = until_s - self._clock()
                 if left_s <= 0:
-                    passing = num_bytes
-                    break
+                    return Passed(num_bytes, has_waited, is_idle=False, is_pressed=True)
                 has_waited = True
                 self._changed.wait(min(left_s, threading.TIMEOUT_MAX))
             self._budget -= passing
-            is_pressed = self._is_hurried or self._is_overdue
-            if is_pressed:
-                self.overflow_bytes += passing
-            return Passed(passing, has_waited, is_idle=not (is_pressed or self._is_free))
+            is_pressed = self._is_hurried or (self._is_overdue and not self._is_free)
+            return Passed(passing, has_waited, is_idle=not (is_pressed or self._is_free), is_pressed=is_pressed)
 
-    def _passing_bytes(self, host: int, num_bytes: Bytes, in_flight_bytes: Bytes, is_overflow: bool) -> Bytes:
+    def _passing_bytes(
+        self, host: int, num_bytes: Bytes, in_flight_bytes: Callable[[], Bytes], is_overflow: bool
+    ) -> Bytes:
         if self._is_free or self._is_hurried or self._is_overdue:
             return num_bytes
         if not self._is_reactive:
@@ -136,7 +135,7 @@ class Gate:
         if self._is_late and self._is_computing:
             return num_bytes
         is_unused = not self._limit.num_bytes and not self._is_late
-        return 0 if is_unused else self._fitting_bytes(num_bytes, in_flight_bytes)
+        return 0 if is_unused else self._fitting_bytes(num_bytes, in_flight_bytes())
 
     def _is_due(self, is_overflow: bool) -> bool:
         """By the plan alone."""

@@ -5,7 +5,7 @@ On the training thread only; the times come from its clock, which on a GPU is re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,8 @@ from capricorn.units import Seconds
 class Profiler:
     """Stamps begin and end of each op of the iterations that are asked for."""
 
-    def __init__(self, clock: Clock, group: dist.ProcessGroup, offset_s: Callable[[], Seconds]) -> None:
-        """`offset_s` yields what to add to the time here for the time on rank 0."""
+    def __init__(self, clock: Clock, group: dist.ProcessGroup, offset_s: Callable[[], Seconds | None]) -> None:
+        """`offset_s` yields what to add to the time here for the time on rank 0, if that is known."""
         self._clock, self._group, self._offset_s = clock, group, offset_s
         self._world_size = dist.get_world_size(group)
         self._iteration: int | None = None
@@ -54,8 +54,10 @@ class Profiler:
         assert self._iteration is not None
         self._clock.settle()
         ops = self._ops
+        offset_s = self._offset_s()
         times = [self._start_s, *(times[op] for times in (self._begins_s, self._ends_s) for op in ops)]
-        mine = torch.tensor(times, dtype=torch.float64) + self._offset_s()
+        shift_s = -self._start_s if offset_s is None else offset_s
+        mine = torch.tensor([offset_s is not None, *(time_s + shift_s for time_s in times)], dtype=torch.float64)
         rows = [torch.empty_like(mine) for _ in range(self._world_size)]
         work = dist.all_gather(rows, mine, group=self._group, async_op=True)
         assert work is not None
@@ -68,13 +70,19 @@ class Profiler:
             return None
         (iteration, ops, work, rows), self._shared = self._shared, None
         work.wait()
-        starts_s = [float(row[0]) for row in rows]
+        zero_s = _zeros(rows)
+        starts_s = tuple(float(row[1]) - zero for row, zero in zip(rows, zero_s, strict=True))
         begins_s, ends_s = (
-            tuple(tuple((row[part] - min(starts_s)).tolist()) for row in rows)
-            for part in (slice(1, 1 + len(ops)), slice(1 + len(ops), None))
+            tuple(tuple((row[part] - zero).tolist()) for row, zero in zip(rows, zero_s, strict=True))
+            for part in (slice(2, 2 + len(ops)), slice(2 + len(ops), None))
         )
-        starts_s = [start_s - min(starts_s) for start_s in starts_s]
-        return IterationProfile(iteration, tuple(ops), begins_s, ends_s, tokens, tuple(starts_s))
+        return IterationProfile(iteration, tuple(ops), begins_s, ends_s, tokens, starts_s)
 
     def _start(self, now_s: Seconds) -> None:
         self._start_s = now_s
+
+
+def _zeros(rows: Sequence[torch.Tensor]) -> list[Seconds]:
+    """By rank: the time from which its times count; where some clock is unknown, the begin of the iteration on each."""
+    starts_s = [float(row[1]) for row in rows]
+    return [min(starts_s)] * len(rows) if all(row[0] for row in rows) else starts_s

@@ -27,6 +27,9 @@ from capricorn.system import ChunkEvent, JobContext, Planning
 from capricorn.topology import expert_split
 from capricorn.units import Seconds
 
+FIRST_QUESTIONS = 8
+"""How often rank 0 is asked for the time before there is an iteration to be measured."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Edges:
@@ -113,13 +116,13 @@ class Scheduler(TrainerHook):
     def book(self, sent: Sequence[ChunkEvent]) -> None:
         """Sets what was sent since the last call against what the link did meanwhile."""
         now = self._planning
-        sent_bytes = sum(event.num_bytes for event in sent)
-        overflow_bytes, self._gate.overflow_bytes = self._gate.overflow_bytes, 0
+        pressed_bytes = sum(event.num_bytes for event in sent if event.is_pressed)
         # What had to leave whatever happened is overflow, also where it collided.
-        colliding_bytes = min(self._collisions.take(sent), max(0, sent_bytes - overflow_bytes))
-        now.overflow_bytes += overflow_bytes
+        free = [event for event in sent if not event.is_pressed]
+        colliding_bytes = self._collisions.take(free)
+        now.overflow_bytes += pressed_bytes
         now.colliding_bytes += colliding_bytes
-        now.hidden_bytes += max(0, sent_bytes - colliding_bytes - overflow_bytes)
+        now.hidden_bytes += sum(event.num_bytes for event in free) - colliding_bytes
         if now.link_bytes_per_s:
             collision_s = colliding_bytes / now.link_bytes_per_s
             now.collision_s += collision_s
@@ -171,6 +174,8 @@ class Scheduler(TrainerHook):
         self._end_span(self._edges.closes_after.get(op))
         if op.kind in COMMUNICATION:
             self._clock.at(lambda now_s: self._collisions.end(op, now_s))
+            if self._profiler.is_on:
+                self._signals.ask_time()
             self._begin_span(op)
 
     def on_routed(self, layer: int, tokens_per_expert: Sequence[int]) -> None:
@@ -201,8 +206,6 @@ class Scheduler(TrainerHook):
         if span is None:
             return
         self._number += 1
-        if self._profiler.is_on:
-            self._signals.ask_time()
         if span < len(self._plan.limits):
             self._clock.at(_Opening(self._gate, self._signals, self._number, self._planner.limit(span)).reached)
 
@@ -242,6 +245,8 @@ def make_scheduler(
     signals = IdleSignals(job.rank, job.address, secret, job.topology.world_size)
     try:
         signals.start(gather_addresses(job.control_group, signals.address), owners, hosts, gate.hear)
+        for _ in range(FIRST_QUESTIONS):
+            signals.ask_time()
         profiler = Profiler(clock, job.control_group, signals.offset_s)
     except BaseException:
         signals.close()

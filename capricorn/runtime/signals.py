@@ -23,6 +23,8 @@ _MESSAGE = struct.Struct(f"<{_TOKEN_BYTES}sBIIdd")
 JOIN_TIMEOUT_S: Seconds = 5.0
 REMEMBERED = 64
 """Answers of rank 0 of which the fastest is believed: what delays a datagram falsifies the time it tells."""
+FRESH_S: Seconds = 60.0
+"""For how long an answer goes before older ones, since clocks drift apart."""
 
 
 class Kind(IntEnum):
@@ -46,7 +48,8 @@ class IdleSignals:
         self._hosts: Sequence[int] = ()
         self._on_idle: Callable[[int, int], None] = lambda host, number: None
         self._tokens: dict[tuple[int, int], bytes] = {}
-        self._answers: deque[tuple[Seconds, Seconds]] = deque(maxlen=REMEMBERED)
+        self._answers: deque[tuple[Seconds, Seconds, Seconds]] = deque(maxlen=REMEMBERED)
+        """Each: how long it took, what it says is to be added here, and when it came."""
         self._thread = threading.Thread(target=self._hear, name="capricorn-hear", daemon=True)
 
     @property
@@ -77,9 +80,14 @@ class IdleSignals:
         if self._first is not None:
             self._send(Kind.ASK, 0, self._first, sent_s=time.perf_counter())
 
-    def offset_s(self) -> Seconds:
-        """What to add to the time here for the time on rank 0; as good as half the fastest round trip."""
-        return min(self._answers, default=(0.0, 0.0))[1]
+    def offset_s(self) -> Seconds | None:
+        """What to add to the time here for that on rank 0, as good as half the fastest round trip; None if unknown."""
+        if self._first is None:
+            return 0.0
+        answers = list(self._answers)
+        since_s = time.perf_counter() - FRESH_S
+        fresh = [answer for answer in answers if answer[2] >= since_s]
+        return min(fresh or answers)[1] if answers else None
 
     def close(self) -> None:
         """Ends the thread."""
@@ -127,7 +135,7 @@ class IdleSignals:
         elif kind == Kind.ASK:
             self._send(Kind.ANSWER, rank, sender, sent_s=sent_s, now_s=now_s)
         elif kind == Kind.ANSWER and rank == 0:
-            self._answers.append((now_s - sent_s, there_s - (sent_s + now_s) / 2))
+            self._answers.append((now_s - sent_s, there_s - (sent_s + now_s) / 2, now_s))
 
     def _token(self, speaker: int, hearer: int) -> bytes:
         key = (speaker, hearer)
