@@ -153,7 +153,10 @@ class SystemConfig(Frozen):
     every: int = Field(default=1, ge=0, description="iterations between two checkpoints; 0 is off")
     replicas: int = Field(default=2, gt=0, description="copies of each shard, one of them local")
     block_bytes: ByteCount = Field(
-        default=256 * KIB, ge=4096, multiple_of=4096, description="unit of checksum and transfer"
+        default=256 * KIB,
+        ge=4096,
+        multiple_of=4096,
+        description="unit of checksum, and of transfer where none is planned",
     )
     low_class: bool = Field(default=True, description="mark checkpoint traffic with DSCP CS1")
     send_buffer_bytes: ByteCount = Field(default=128 * KIB, ge=4096, description="SO_SNDBUF of checkpoint sockets")

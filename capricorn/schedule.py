@@ -51,7 +51,7 @@ def parse_replan(text: str, option: str = "planner.replan") -> int | None:
     """
     if text == "every-iter":
         return 1
-    if re.fullmatch("every-0*[1-9][0-9]{0,8}", text):
+    if re.fullmatch("every-[1-9][0-9]{0,8}", text):
         return int(text.removeprefix("every-"))
     if text not in REPLANS or text == "every-K":
         raise unknown_name(option, text, REPLANS)

@@ -284,6 +284,7 @@ MISTAKES = [
     (("--spans", "layers"), "did you mean 'layer'?"),
     (("--replan", "every-0"), "unknown --replan 'every-0'"),
     (("--replan", "every-²"), "unknown --replan 'every-²'"),
+    (("--replan", "every-" + "0" * 5000 + "1"), "unknown --replan 'every-000"),
     (("--replan", "every-" + "9" * 5000), "unknown --replan 'every-999"),
     (("--set", "planner.risk=nan"), "planner.risk"),
     (("--gate", "maybe"), "unknown --gate 'maybe'"),

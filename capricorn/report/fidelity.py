@@ -43,7 +43,7 @@ def fidelity(run_dir: Path, scenario: Scenario, num_cpus: int) -> Fidelity:
 
 
 def _buffers_s(scenario: Scenario, link_bytes_per_s: BytesPerSecond) -> Seconds | None:
-    """How long the link takes for what a checkpoint has underway: a block, and what its socket holds.
+    """How long the link takes for what a checkpoint has underway: what is sent in one go, and what its socket holds.
 
     The kernel doubles what a socket asks for. Links paced in user space take a quantum at a time, and none ahead.
     """
@@ -52,7 +52,9 @@ def _buffers_s(scenario: Scenario, link_bytes_per_s: BytesPerSecond) -> Seconds 
         return None
     if scenario.cluster.links == PACED:
         return QUANTUM_BYTES / link_bytes_per_s
-    return (system.block_bytes + 2 * system.send_buffer_bytes) / link_bytes_per_s
+    is_planned = system.name == "capricorn" and scenario.planner.spans != "none"
+    at_once_bytes = scenario.planner.max_chunk_bytes if is_planned else system.block_bytes
+    return (at_once_bytes + 2 * system.send_buffer_bytes) / link_bytes_per_s
 
 
 def fidelity_faults(figures: Fidelity, advice: str = "set cluster.iteration_s higher") -> list[str]:

@@ -36,7 +36,7 @@ class ReplicatingSystem(CheckpointSystem):
     """Checkpoints into the memory of this node and of its peers.
 
     The update waits for the local copy alone, which is made while the next iteration computes. One save is on its way
-    at a time; the next starts once it has settled on all ranks, which is learned from a reduction of two integers per
+    at a time; the next starts once it has settled on all ranks, which is learned from a reduction of a few integers per
     iteration. Source: Capricorn, CLUSTER 2025 (what is checkpointed and where); the staged path is ours.
     """
 
