@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from capricorn.runtime.executor import Save
+from capricorn.runtime.save import Save
 from capricorn.units import Seconds
 
 NANOSECONDS = 10**9
