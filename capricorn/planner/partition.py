@@ -12,6 +12,8 @@ from capricorn.units import Bytes
 LEAST_RISK = 1e-6
 RESERVE = 1.5
 """Times the bytes of a checkpoint that the spans in use must have room for, or all are used."""
+SHORT = 0.25
+"""Of the longest span; the earliest of those that are longer are used first, so that replicas are soon complete."""
 _HALVINGS = 24
 SLACK = 1.02
 """Times the bytes of a checkpoint that are to fit, for what is lost where a transfer begins and ends."""
@@ -32,9 +34,9 @@ def partition(
     A byte more in a span costs in expectation the probability that the span is over before it is sent. Where these
     marginal costs differ, moving a byte from the dearer span to the cheaper one gains; so at the optimum they are equal
     in all spans, which is to fill them to one quantile. Beyond `max_risk`, the critical ratio of the newsvendor, a byte
-    is cheaper left over. As long as the longest spans alone have room in reserve at the lowest risk, the others are
-    left alone: each span in use is one more communication to run into. Source: Capricorn, CLUSTER 2025; the rule is
-    ours.
+    is cheaper left over. As long as the others have room in reserve at the lowest risk, short spans are left alone:
+    they gain little, and each span in use is one more communication to run into. Source: Capricorn, CLUSTER 2025; the
+    rule is ours.
 
     Args:
         spans: how long both ends of the link are idle, in the order of the iteration.
@@ -46,7 +48,7 @@ def partition(
         ends: how long the spans last on this rank; as long as `spans` if left out.
     """
     num_bytes = shard_bytes * num_replicas
-    used = _longest(spans, link, RESERVE * num_bytes)
+    used = _without_short(spans, link, RESERVE * num_bytes, min(LEAST_RISK, max_risk))
     risk = _least_risk(used, link, SLACK * num_bytes, max_risk)
     deviations = deviations_at(risk)
     room = _capacities(used, link, deviations)
@@ -57,16 +59,13 @@ def partition(
     return Plan(tuple(_fill(room, shard_bytes, num_replicas, max_chunk_bytes)), limits, risk)
 
 
-def _longest(spans: Sequence[SpanEstimate], link: LinkModel, num_bytes: float) -> list[SpanEstimate]:
-    """The spans with all but the longest that have room for so many bytes replaced by `UNUSED`; all if none suffice."""
-    least = deviations_at(LEAST_RISK)
-    used, room = set[int](), 0
-    for index in sorted(range(len(spans)), key=lambda index: -spans[index].median_s):
-        if room >= num_bytes:
-            return [span if place in used else UNUSED for place, span in enumerate(spans)]
-        used.add(index)
-        room += link.capacity_bytes(spans[index].at_s(least))
-    return list(spans)
+def _without_short(
+    spans: Sequence[SpanEstimate], link: LinkModel, num_bytes: float, risk: float
+) -> Sequence[SpanEstimate]:
+    """The spans with the short ones replaced by `UNUSED`, if the others have room for so many bytes at that risk."""
+    shortest_s = SHORT * max((span.median_s for span in spans), default=0.0)
+    long = [span if span.median_s >= shortest_s else UNUSED for span in spans]
+    return long if sum(_capacities(long, link, deviations_at(risk))) >= num_bytes else spans
 
 
 def _capacities(spans: Sequence[SpanEstimate], link: LinkModel, deviations: float) -> list[Bytes]:
