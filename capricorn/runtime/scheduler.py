@@ -210,7 +210,7 @@ class Scheduler(TrainerHook):
             self._clock.at(_Opening(self._gate, self._signals, self._number, self._planner.limit(span)).reached)
 
     def _end_span(self, span: int | None) -> None:
-        if span is not None:
+        if span is not None and self._plan.limits:
             is_last = span == self._edges.last
             self._clock.at(lambda now_s: self._gate.close(is_last=is_last))
 
