@@ -181,6 +181,7 @@ def test_the_table_keeps_to_sixty_columns(tmp_path: Path) -> None:
 
 def test_the_figure_puts_all_ranks_on_one_clock(tmp_path: Path) -> None:
     """Rank 1 begins 0.5 s late; both see the dispatch end when it does, 3 s after the first began."""
+    pytest.importorskip("matplotlib", reason="only the figures of docs/ need matplotlib")
     for rank, late_s in ((0, 0.0), (1, 0.5)):
         write(tmp_path, 1, rank, at_s=10.0 + 4, duration_s=4 - late_s, link_bytes_per_s=100.0)
         computes_s = (1.0, 2.0)[rank]
