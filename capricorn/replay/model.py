@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import ConfigDict, Field, model_validator
 
+from capricorn.cluster import BACKWARD
 from capricorn.errors import ConfigError
 from capricorn.hooks import NO_LAYER, OpKey
 from capricorn.loads.trace import Ints, Shares, cap_shares, trace_shares, trace_size
@@ -35,8 +36,6 @@ LEAST_NOISE = 0.001
 """To which any duration or share falls at most, as a multiple of itself without noise: nothing vanishes."""
 MOST_ITERATIONS = 100_000
 """So that a training fits into memory."""
-BACKWARD = 2
-"""Times the forward op that the backward op takes: it has the gradients of both inputs and weights to compute."""
 
 
 class TraceConfig(Frozen):

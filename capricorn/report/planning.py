@@ -6,6 +6,8 @@ from typing import Any, TypeAlias
 
 import pandas as pd
 
+from capricorn.report.numbers import number, quantile, ratio
+
 Planning: TypeAlias = dict[str, Any]
 
 _FATES = ("hidden", "colliding", "overflow")
@@ -21,8 +23,8 @@ def planning(samples: pd.DataFrame) -> Planning:
     return {
         **_cost(samples),
         **_traffic(samples),
-        **{f"{key}_p50": _median(slowest[key]) for key in ("collision_s", "overflow_s")},
-        **{f"{key}_p50": _median(slowest[key]) if _has_planned(samples) else None for key in ("drift", "risk")},
+        **{f"{key}_p50": quantile(slowest[key], 50) for key in ("collision_s", "overflow_s")},
+        **{f"{key}_p50": quantile(slowest[key], 50) if _has_planned(samples) else None for key in ("drift", "risk")},
         **_bound(samples),
     }
 
@@ -36,10 +38,10 @@ def _cost(samples: pd.DataFrame) -> Planning:
     each = samples.assign(cost_s=samples["profile_s"] + samples["plan_s"]).groupby("iteration")
     cost_s = each["cost_s"].max()
     return {
-        "profiled_frac": _ratio(each["profiled"].any().sum(), len(each)),
+        "profiled_frac": ratio(each["profiled"].any().sum(), len(each)),
         "replanned": int(each["replanned"].any().sum()),
-        "planning_s_p50": _median(cost_s),
-        "planning_frac": _ratio(cost_s.sum(), each["duration_s"].max().sum()),
+        "planning_s_p50": quantile(cost_s, 50),
+        "planning_frac": ratio(cost_s.sum(), each["duration_s"].max().sum()),
     }
 
 
@@ -50,9 +52,9 @@ def _traffic(samples: pd.DataFrame) -> Planning:
     # What was hidden beyond one plan makes up for nothing in another.
     as_planned = samples[["planned_bytes", "hidden_bytes"]].min(axis=1).sum()
     return {
-        **{f"{fate}_bytes_per_iteration": _ratio(total[fate], samples["iteration"].nunique()) for fate in total},
-        **{f"{fate}_frac": _ratio(total[fate], sent_bytes) for fate in _FATES},
-        "partition_accuracy_frac": _ratio(as_planned, total["planned"]),
+        **{f"{fate}_bytes_per_iteration": ratio(total[fate], samples["iteration"].nunique()) for fate in total},
+        **{f"{fate}_frac": ratio(total[fate], sent_bytes) for fate in _FATES},
+        "partition_accuracy_frac": ratio(as_planned, total["planned"]),
     }
 
 
@@ -65,21 +67,9 @@ def _bound(samples: pd.DataFrame) -> Planning:
     known = known.where(known > 0)
     rank = known.groupby(samples["rank"]).median()
     sent_bytes = samples.groupby("rank")["sent_bytes"].mean()
-    beyond_s = _number((sent_bytes / rank["link_bytes_per_s"] - rank["idle_s"]).max())
+    beyond_s = number((sent_bytes / rank["link_bytes_per_s"] - rank["idle_s"]).max())
     return {
-        "idle_s": _median(known["idle_s"].groupby(samples["iteration"]).min()),
-        "planned_link_bytes_per_s": _median(known["link_bytes_per_s"]),
+        "idle_s": quantile(known["idle_s"].groupby(samples["iteration"]).min(), 50),
+        "planned_link_bytes_per_s": quantile(known["link_bytes_per_s"], 50),
         "lower_bound_s": max(0.0, beyond_s) if beyond_s is not None and _has_planned(samples) else None,
     }
-
-
-def _median(values: pd.Series[Any]) -> float | None:
-    return _number(values.median())
-
-
-def _ratio(amount: float, whole: float) -> float | None:
-    return float(amount / whole) if whole > 0 else None
-
-
-def _number(value: float) -> float | None:
-    return None if pd.isna(value) else float(value)

@@ -21,6 +21,7 @@ from capricorn.records import (
     read_samples,
 )
 from capricorn.report.fidelity import fidelity, fidelity_faults
+from capricorn.report.numbers import number, quantile, ratio
 from capricorn.report.planning import planning
 
 STORE = "store.json"
@@ -163,13 +164,13 @@ def _times(run: _Run) -> Summary:
     duration, stall = steady["duration_s"], steady["stall_s"]
     return {
         "measured_iterations": len(steady),
-        **{f"iteration_s_p{p}": _quantile(duration, p) for p in (50, 95, 99)},
-        **{f"stall_s_p{p}": _quantile(stall, p) for p in (50, 95)},
-        "stall_s_max": _number(stall.max()),
-        "first_stall_s": _number(requested["stall_s"].iloc[0]) if len(requested) else None,
+        **{f"iteration_s_p{p}": quantile(duration, p) for p in (50, 95, 99)},
+        **{f"stall_s_p{p}": quantile(stall, p) for p in (50, 95)},
+        "stall_s_max": number(stall.max()),
+        "first_stall_s": number(requested["stall_s"].iloc[0]) if len(requested) else None,
         "slowdown": None,
-        "tokens_per_s": _ratio(steady["tokens"].sum(), duration.sum()),
-        "final_loss": _number(run.iterations["loss"].iloc[-1]) if len(run.iterations) else None,
+        "tokens_per_s": ratio(steady["tokens"].sum(), duration.sum()),
+        "final_loss": number(run.iterations["loss"].iloc[-1]) if len(run.iterations) else None,
     }
 
 
@@ -182,8 +183,8 @@ def _checkpoints(run: _Run) -> Summary:
         "requested": len(requested),
         "effective": sum(i in complete for i in requested),
         "failed_saves": int(run.samples["failed_saves"].sum()),
-        "replica_lag_p50": _quantile(lag, 50),
-        "replica_lag_max": _number(lag.max()),
+        "replica_lag_p50": quantile(lag, 50),
+        "replica_lag_max": number(lag.max()),
     }
 
 
@@ -212,7 +213,7 @@ def _moved(run: _Run) -> Summary:
     """Bytes of all attempts, redone iterations included, and their rate in the steady state."""
     return {
         **{key: sum(getattr(s, key) for s in (*run.raw, *run.events)) for key in ("staged_bytes", "sent_bytes")},
-        "sent_bytes_per_s": _ratio(run.steady["sent_bytes"].sum(), run.steady["duration_s"].sum()),
+        "sent_bytes_per_s": ratio(run.steady["sent_bytes"].sum(), run.steady["duration_s"].sum()),
     }
 
 
@@ -232,16 +233,3 @@ def _store_bytes(path: Path) -> int | None:
         return None
     except (ValueError, TypeError, KeyError):
         raise ConfigError(f"{path} is damaged: it does not give store_bytes") from None
-
-
-def _quantile(values: pd.Series[Any], percent: int) -> float | None:
-    return None if values.empty else float(values.quantile(percent / 100))
-
-
-def _ratio(amount: float, seconds: float) -> float | None:
-    return float(amount / seconds) if seconds > 0 else None
-
-
-def _number(value: float) -> float | None:
-    """The value as JSON can hold it: not-a-number, which an empty column yields, is null."""
-    return None if pd.isna(value) else float(value)

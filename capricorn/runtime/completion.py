@@ -45,7 +45,7 @@ class Completion:
 
         On the way it finds the greatest of the ranks' losses.
         """
-        if self.pending is None or self._work is not None:
+        if self.pending is None or not self.may_ask:
             return
         self._votes[0] = int(self.pending.is_settled)
         self._votes[1] = int(self.pending.is_complete)

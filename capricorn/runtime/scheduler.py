@@ -207,7 +207,13 @@ class Scheduler(TrainerHook):
             return
         self._number += 1
         if span < len(self._plan.limits):
-            self._clock.at(_Opening(self._gate, self._signals, self._number, self._planner.limit(span)).reached)
+            number, limit = self._number, self._planner.limit(span)
+            self._clock.at(lambda now_s: self._open(number, now_s, limit))
+
+    def _open(self, number: int, begin_s: Seconds, limit: Limit) -> None:
+        """Tells the begin of a span to the owners we host and to our own gate."""
+        self._signals.tell(number)
+        self._gate.open(number, begin_s, limit)
 
     def _end_span(self, span: int | None) -> None:
         if span is not None and self._plan.limits:
@@ -221,20 +227,6 @@ class Scheduler(TrainerHook):
         took_s = time.perf_counter() - begin_s
         setattr(self._planning, part, getattr(self._planning, part) + took_s)
         self._cost_s += took_s
-
-
-@dataclass(frozen=True, slots=True)
-class _Opening:
-    """The begin of an idle span, told to our own gate and to the owners we host."""
-
-    gate: Gate
-    signals: IdleSignals
-    number: int
-    limit: Limit
-
-    def reached(self, now_s: Seconds) -> None:
-        self.signals.tell(self.number)
-        self.gate.open(self.number, now_s, self.limit)
 
 
 def make_scheduler(
