@@ -13,6 +13,7 @@ from capricorn.cluster import ClusterConfig, Pace, Times
 from capricorn.errors import ConfigError, unknown_name
 from capricorn.hooks import DIRECTIONS, MOMENTS, NO_LAYER, OpKey, matches_op, parse_moment
 from capricorn.schedule import PlannerConfig
+from capricorn.settings import DcpConfig, GeminiConfig, StorageConfig, TorchSnapshotConfig
 from capricorn.topology import Topology, expert_split
 from capricorn.units import KIB, BytesPerSecond
 from capricorn.values import ByteCount, Frozen, build, require
@@ -232,6 +233,10 @@ class Scenario(Frozen):
     loads: LoadsConfig = LoadsConfig()
     system: SystemConfig = SystemConfig()
     planner: PlannerConfig = PlannerConfig()
+    gemini: GeminiConfig = GeminiConfig()
+    storage: StorageConfig = StorageConfig()
+    torchsnapshot: TorchSnapshotConfig = TorchSnapshotConfig()
+    dcp: DcpConfig = DcpConfig()
     store: StoreConfig = StoreConfig()
     launch: LaunchConfig = LaunchConfig()
     faults: tuple[FaultSpec, ...] = ()

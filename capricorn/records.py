@@ -43,7 +43,7 @@ class IterationSample(Frozen):
     staged_bytes: Bytes = 0
     sent_bytes: Bytes = 0
     requested: bool = False
-    """Whether a checkpoint of this iteration was asked for."""
+    """Whether a checkpoint of this iteration was asked for; not of those that a system watches before its first."""
     latest_complete: int = 0
     """Newest iteration every rank could restore, as this rank knew at the end of the iteration; 0 is none."""
     latest_local: int = 0
@@ -145,7 +145,7 @@ class EventSample(Frozen):
     staged_bytes: Bytes = 0
     sent_bytes: Bytes = 0
     sources: tuple[str, ...] = ()
-    """`resumed`: tier each owner's state came from, `local` or `peer`."""
+    """`resumed`: tier each owner's state came from, `local`, `peer` or `persistent`."""
     agree_s: Seconds = 0.0
     fetch_s: Seconds = 0.0
     load_s: Seconds = 0.0
@@ -163,7 +163,7 @@ class RecoverySample(Frozen):
     lost_iterations: int
     """Iterations that had finished and had to be done again."""
     sources: tuple[str, ...]
-    """Tier each rank's state came from, by rank: `local` or `peer`; empty for the initial state."""
+    """Tier each rank's state came from, by rank: `local`, `peer`, `persistent`; empty for the initial state."""
     detect_s: Seconds
     restart_s: Seconds
     agree_s: Seconds

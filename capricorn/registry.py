@@ -1,32 +1,67 @@
-"""Systems by name, imported only when asked for."""
+"""Systems by name: what each is, and its class, imported only when asked for."""
 
 from __future__ import annotations
 
-from importlib import import_module
+from dataclasses import dataclass
+from importlib import import_module, util
 
-from capricorn.errors import unknown_name
+from capricorn.errors import ConfigError, unknown_name
 from capricorn.system import CheckpointSystem
 
-SYSTEMS: dict[str, str] = {
-    "none": "capricorn.baselines.none:NoCheckpoint",
-    "blocking": "capricorn.baselines.blocking:Blocking",
-    "capricorn": "capricorn.runtime.replicating:ReplicatingSystem",
+PROJECT = "capricorn-bench"
+MEMORY, FILES = ("local", "peer"), ("persistent",)
+"""Tiers that a system restores from."""
+
+
+@dataclass(frozen=True, slots=True)
+class SystemInfo:
+    """A system as far as it can be told without importing it."""
+
+    target: str
+    """`module:Class`."""
+    what: str
+    tiers: tuple[str, ...] = ()
+    needs: str = ""
+    """A module that is there only if `extra` is installed."""
+    extra: str = ""
+
+    @property
+    def is_installed(self) -> bool:
+        return not self.needs or util.find_spec(self.needs) is not None
+
+    @property
+    def install(self) -> str:
+        """The command that installs what is missing."""
+        return f"pip install '{PROJECT}[{self.extra}]'" if self.extra else f"pip install {PROJECT}"
+
+
+SYSTEMS: dict[str, SystemInfo] = {
+    "none": SystemInfo("capricorn.baselines.none:NoCheckpoint", "no checkpoints: what a slowdown is measured from"),
+    "blocking": SystemInfo(
+        "capricorn.baselines.blocking:Blocking", "replicates as capricorn does, while training waits", MEMORY
+    ),
+    "capricorn": SystemInfo(
+        "capricorn.runtime.replicating:ReplicatingSystem", "chunks planned into the idle spans of each layer", MEMORY
+    ),
 }
 
 
 def check_system(name: str) -> None:
-    """Raises ConfigError, naming the known ones, for a system that is not registered."""
+    """Raises ConfigError for a system that is not registered, with the known ones, or whose extra is not installed."""
     if name not in SYSTEMS:
         raise unknown_name("system", name, SYSTEMS)
+    info = SYSTEMS[name]
+    if not info.is_installed:
+        raise ConfigError(f"system {name} needs the module {info.needs}; {info.install}")
 
 
 def load_system(name: str) -> type[CheckpointSystem]:
     """The class of that system.
 
     Raises:
-        ConfigError: no system has that name.
+        ConfigError: no system has that name, or what it needs is not installed.
     """
     check_system(name)
-    module, _, attribute = SYSTEMS[name].partition(":")
+    module, _, attribute = SYSTEMS[name].target.partition(":")
     loaded: type[CheckpointSystem] = getattr(import_module(module), attribute)
     return loaded

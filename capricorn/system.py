@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from capricorn.config import SystemConfig
 from capricorn.hooks import TrainerHook
 from capricorn.schedule import PlannerConfig
+from capricorn.settings import DcpConfig, GeminiConfig, StorageConfig, TorchSnapshotConfig
 from capricorn.topology import Topology
 from capricorn.units import Bytes, BytesPerSecond, Seconds
 
@@ -49,6 +50,12 @@ class JobContext:
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     storage_dir: Path | None = None
     """Clocks of a modelled storage; what is written to storage or read from it must be charged to them."""
+    files_dir: Path | None = None
+    """Folder for files that all nodes reach and that outlives them; made and removed by the launcher."""
+    gemini: GeminiConfig = field(default_factory=GeminiConfig)
+    storage: StorageConfig = field(default_factory=StorageConfig)
+    torchsnapshot: TorchSnapshotConfig = field(default_factory=TorchSnapshotConfig)
+    dcp: DcpConfig = field(default_factory=DcpConfig)
 
 
 class ShardState(Protocol):
@@ -159,7 +166,7 @@ class RestoreReport:
 
     iteration: int
     sources: Sequence[str]
-    """By owner: `local` or `peer`."""
+    """By owner: the tier, `local`, `peer` or `persistent`."""
     agree_s: Seconds
     fetch_s: Seconds
     load_s: Seconds
@@ -176,6 +183,8 @@ class CheckpointSystem(TrainerHook, abc.ABC):
     """
 
     name: ClassVar[str]
+    first_iteration: int = 1
+    """The first one that it would checkpoint, known after `attach`: some watch the training before."""
 
     @abc.abstractmethod
     def attach(self, job: JobContext, state: ShardState) -> None:

@@ -65,7 +65,14 @@ def _model(name: str) -> dict[str, Any]:
 
 
 def _systems() -> Details:
-    return {name: {"class": target.replace(":", ".")} for name, target in SYSTEMS.items()}
+    return {
+        name: {
+            "what": info.what,
+            "restores from": ", ".join(info.tiers) or NONE,
+            "here": "yes" if info.is_installed else f"no: {info.install}",
+        }
+        for name, info in SYSTEMS.items()
+    }
 
 
 def _clusters() -> Details:

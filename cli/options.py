@@ -24,6 +24,8 @@ Command: TypeAlias = Callable[..., int]
 DEFAULT_WARMUP = 5
 SEND_BUFFER_BYTES, CHUNK_BYTES = 16 * KIB, 64 * KIB
 """Of an emulated run: links are slower by orders of magnitude there, and what lies in buffers is in everybody's way."""
+GEMINI_BUFFER_BYTES = 4 * CHUNK_BYTES
+"""So that its chunks are as large as ours."""
 DEFAULT_NODES = 2
 DEFAULT_REPLICAS = 2
 
@@ -126,6 +128,8 @@ def scenario_from(
         "loads": {"source": loads},
         "system": {"name": system, "every": parse_ckpt(ckpt), "replicas": copies} | buffers,
         "planner": planner,
+        "gemini": {"buffer_bytes": GEMINI_BUFFER_BYTES} if domains.is_emulated else {},
+        "storage": {"medium": "tmpfs"} if domains.is_emulated else {},
         "store": {"keep": keep_store},
         "launch": {"nnodes": nnodes, "node_rank": node_rank, "rdzv_endpoint": rdzv_endpoint},
         "faults": tuple(map(FaultSpec.parse, faults)),

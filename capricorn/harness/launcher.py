@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import shutil
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -81,6 +82,8 @@ def launch(scenario: Scenario, out: Path, listener: RunListener) -> Path:
                     _Run(job, ground, listener, interrupts).run()
                 finally:
                     _finish_record(job, started)
+                    if job.files_dir is not None and not scenario.store.keep:
+                        shutil.rmtree(job.files_dir, ignore_errors=True)
             finally:
                 lock.release(keep=scenario.store.keep)
         finally:
@@ -105,6 +108,8 @@ def _make_job(scenario: Scenario, run_id: str, run_dir: Path, store_dir: Path, t
     if emulation is not None and (rate := emulation.storage_node_bytes_per_s) is not None:
         storage_dir = store_dir / "storage"
         Storage.create(storage_dir, cluster.nodes, rate, emulation.storage_total_bytes_per_s)
+    files_dir = run_dir / "checkpoints" if scenario.storage.medium == "disk" else store_dir / "files"
+    files_dir.mkdir()
     return Job(
         run_id=run_id,
         scenario=scenario,
@@ -114,6 +119,7 @@ def _make_job(scenario: Scenario, run_id: str, run_dir: Path, store_dir: Path, t
         addresses=tuple(map(ground.address, range(cluster.nodes))),
         links_dir=links_dir,
         storage_dir=storage_dir,
+        files_dir=files_dir,
     )
 
 

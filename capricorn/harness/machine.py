@@ -137,7 +137,7 @@ def require(scenario: Scenario) -> None:
 def checks(scenario: Scenario) -> list[Check]:
     """Everything doctor looks at: what the scenario needs, the other systems, privileges."""
     scenario = resolve_device(scenario)
-    others = [_check_system(name) for name in SYSTEMS if name != scenario.system.name]
+    others = [_check_system(name, is_needed=False) for name in SYSTEMS if name != scenario.system.name]
     return [*_needed(scenario), *others, _check_privileges()]
 
 
@@ -146,7 +146,7 @@ def _needed(scenario: Scenario) -> Iterator[Check]:
     needs = needs_of(scenario, cuda=cuda)
     yield _check_python()
     yield _check_torch()
-    yield _check_system(scenario.system.name)
+    yield _check_system(scenario.system.name, is_needed=True)
     if cuda:
         yield _check_cuda(scenario)
     yield _check_files(scenario)
@@ -164,9 +164,12 @@ def _check_torch() -> Check:
     return Check("torch", bool(found), found or "none", "installed", "pip install capricorn-bench")
 
 
-def _check_system(name: str) -> Check:
-    """Whether the module of a system is there; does not import it."""
-    module = SYSTEMS[name].partition(":")[0]
+def _check_system(name: str, *, is_needed: bool) -> Check:
+    """Whether the module of a system is there, and its extra if that is needed; does not import it."""
+    info = SYSTEMS[name]
+    module = info.target.partition(":")[0]
+    if not info.is_installed:
+        return Check(f"system {name}", not is_needed, "not installed", f"module {info.needs}", info.install)
     ok = util.find_spec(module) is not None
     return Check(f"system {name}", ok, "there" if ok else "missing", "its module", f"reinstall: no module {module}")
 

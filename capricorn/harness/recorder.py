@@ -89,7 +89,7 @@ class Recorder(TrainerHook):
             tokens=self._tokens,
             staged_bytes=now.staged_bytes - before.staged_bytes,
             sent_bytes=now.sent_bytes - before.sent_bytes,
-            requested=self._every > 0 and measured.iteration % self._every == 0,
+            requested=self._is_requested(measured.iteration),
             latest_complete=self._system.latest_complete() or 0,
             latest_local=self._system.latest_local() or 0,
             completed=tuple(self._system.take_completed()),
@@ -104,6 +104,9 @@ class Recorder(TrainerHook):
         for load in self._loads:
             append(self._dir / LOADS, load)
         self._loads.clear()
+
+    def _is_requested(self, iteration: int) -> bool:
+        return self._every > 0 and iteration % self._every == 0 and iteration >= self._system.first_iteration
 
     def _write_timeline(self) -> None:
         chunks = self._system.take_events()

@@ -162,6 +162,11 @@ class Worker:
             address=own_address(os.environ["MASTER_ADDR"]) if scenario.launch.nnodes else self._job.addresses[node],
             routes=self._routes,
             storage_dir=self._job.storage_dir,
+            files_dir=self._job.files_dir,
+            gemini=scenario.gemini,
+            storage=scenario.storage,
+            torchsnapshot=scenario.torchsnapshot,
+            dcp=scenario.dcp,
         )
 
     def _given_loads(self) -> Loads | None:

@@ -101,6 +101,8 @@ class FlatState:
             sources.append((entry, tensor.detach()))
             offset += -(-num_bytes // ALIGNMENT) * ALIGNMENT
         _refuse_overlap(sources)
+        self.tensors: dict[str, Tensor] = {entry.key: tensor for entry, tensor in sources}
+        """The live memory of each entry, by key; nothing of it is to be kept beyond the next update."""
         self.num_bytes: Bytes = offset
         self.runs = _runs(sources)
 

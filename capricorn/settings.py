@@ -1,0 +1,50 @@
+"""Settings of the systems that are compared, checked when they are made; those of `capricorn` are in `schedule`."""
+
+from __future__ import annotations
+
+from typing import Final, Literal, Self
+
+from pydantic import Field, model_validator
+
+from capricorn.units import MIB
+from capricorn.values import ByteCount, Frozen, require
+
+AUTO: Final = "auto"
+SWEEP: Final = "sweep"
+
+
+class GeminiConfig(Frozen):
+    """How `gemini` and `gemini-staged` profile and partition. Source: Gemini, SOSP'23, sections 5.2 and 5.3."""
+
+    mu: Literal["auto", "sweep"] | float = Field(
+        default=AUTO, description="safety factor of a span; auto tries several on the scenario first, sweep is that try"
+    )
+    profile_iterations: int = Field(default=20, gt=0, description="first iterations, profiled and not checkpointed")
+    buffer_bytes: ByteCount = Field(default=128 * MIB, ge=1024, description="of all sub-buffers together, R")
+    num_buffers: int = Field(default=4, ge=2, description="sub-buffers, p")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        is_named = isinstance(self.mu, str)
+        require(is_named or 0 < float(self.mu) <= 1, f"gemini.mu = {self.mu}: a safety factor lies in (0, 1]")
+        return self
+
+
+class StorageConfig(Frozen):
+    """Where the systems that write files put them, and how durably."""
+
+    medium: Literal["disk", "tmpfs"] = Field(default="disk", description="disk: the run folder; tmpfs: memory")
+    fsync: bool = Field(default=False, description="whether a checkpoint counts only once it is on the medium")
+    keep: int = Field(default=2, ge=1, description="complete checkpoints that are kept")
+
+
+class TorchSnapshotConfig(Frozen):
+    """Settings of the torchsnapshot library."""
+
+    budget_bytes: ByteCount = Field(default=0, ge=0, description="RAM for staging, a rank; 0 is twice its state")
+
+
+class DcpConfig(Frozen):
+    """Settings of torch.distributed.checkpoint."""
+
+    mode: Literal["thread", "process"] = Field(default="thread", description="who writes in dcp-async")
