@@ -40,6 +40,12 @@ SYSTEMS: dict[str, SystemInfo] = {
     "blocking": SystemInfo(
         "capricorn.baselines.blocking:Blocking", "replicates as capricorn does, while training waits", MEMORY
     ),
+    "gemini": SystemInfo(
+        "capricorn.baselines.gemini:Gemini", "spans profiled once, peers sent the live state, the update waits", MEMORY
+    ),
+    "gemini-staged": SystemInfo(
+        "capricorn.baselines.gemini:GeminiStaged", "Gemini's plan, sent from the local copy as capricorn does", MEMORY
+    ),
     "capricorn": SystemInfo(
         "capricorn.runtime.replicating:ReplicatingSystem", "chunks planned into the idle spans of each layer", MEMORY
     ),

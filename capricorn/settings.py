@@ -19,6 +19,7 @@ class GeminiConfig(Frozen):
     mu: Literal["auto", "sweep"] | float = Field(
         default=AUTO, description="safety factor of a span; auto tries several on the scenario first, sweep is that try"
     )
+    tuned_in: str = Field(default="", description="the run in which mu was found")
     profile_iterations: int = Field(default=20, gt=0, description="first iterations, profiled and not checkpointed")
     buffer_bytes: ByteCount = Field(default=128 * MIB, ge=1024, description="of all sub-buffers together, R")
     num_buffers: int = Field(default=4, ge=2, description="sub-buffers, p")

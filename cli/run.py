@@ -46,9 +46,17 @@ def run(scenario: Scenario, repeats: int, out: Path, as_json: bool, quiet: bool,
 def _measure(scenario: Scenario, out: Path, repeats: int, folders: list[Path], *, quiet: bool, verbose: bool) -> None:
     """Runs the scenario `repeats` times; the folder of each run is added to `folders` as it starts."""
     from capricorn.harness.launcher import launch
+    from capricorn.harness.tuning import needs_tuning, tune
 
     from .display import watching
 
+    if needs_tuning(scenario):
+        if not quiet:
+            console().print(f"mu of {scenario.system.name} first", style="bold")
+        with watching([], quiet=quiet, verbose=verbose) as listener:
+            scenario, found_in = tune(scenario, out, listener)
+        if not quiet:
+            console().print(f"mu {scenario.gemini.mu}, found in {found_in or 'no run: nothing depends on it'}")
     for _ in range(repeats):
         with watching(folders, quiet=quiet, verbose=verbose) as listener:
             launch(scenario, out, listener)

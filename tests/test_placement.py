@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capricorn.errors import ConfigError
-from capricorn.planner.placement import groups_of, hosts_of, owners_on
+from capricorn.planner.placement import groups_of, hosts_of, owners_on, recovery_probability
 
 SIZES = st.integers(1, 40).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n)))
 
@@ -72,3 +72,21 @@ def test_a_ring_of_leftovers_survives_as_often_as_published() -> None:
 def test_replicas_that_do_not_fit_are_refused(num_nodes: int, num_replicas: int) -> None:
     with pytest.raises(ConfigError, match="do not fit"):
         groups_of(num_nodes, num_replicas)
+
+
+@given(st.integers(1, 10).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n), st.integers(0, n))))
+def test_the_probability_of_recovery_is_what_counting_all_cases_gives(sizes: tuple[int, int, int]) -> None:
+    num_nodes, num_replicas, num_lost = sizes
+    cases = list(combinations(range(num_nodes), num_lost))
+    survived = sum(survives(set(lost), num_nodes, num_replicas) for lost in cases)
+    assert recovery_probability(num_nodes, num_replicas, num_lost) == pytest.approx(survived / len(cases), abs=1e-12)
+
+
+@pytest.mark.parametrize(("num_lost", "percent"), [(2, 93.3), (3, 80.0), (4, 61.5)])
+def test_the_probability_of_recovery_is_the_published_one(num_lost: int, percent: float) -> None:
+    assert 100 * recovery_probability(16, 2, num_lost) == pytest.approx(percent, abs=0.05)
+
+
+def test_more_nodes_than_there_are_cannot_be_lost() -> None:
+    with pytest.raises(ConfigError, match="make no sense"):
+        recovery_probability(4, 2, 5)

@@ -21,6 +21,7 @@ from capricorn.runtime.state import FlatState
 from capricorn.runtime.store import NodeStore
 from capricorn.runtime.transport import ReplicaLink
 from capricorn.schedule import PlannerConfig
+from capricorn.settings import GeminiConfig
 from capricorn.system import JobContext
 from capricorn.topology import Topology
 from tests.spawn import run_ranks
@@ -38,6 +39,8 @@ class Toy:
         folder: Path,
         attempt: int = 0,
         planner: PlannerConfig | None = None,
+        system: type[ReplicatingSystem] = ReplicatingSystem,
+        gemini: GeminiConfig | None = None,
         **config: Any,
     ) -> None:
         self.rank, self.weights = rank, torch.full((SIZE,), float(rank))
@@ -45,7 +48,7 @@ class Toy:
         self.folder = folder / f"node{rank}"
         if not (self.folder / "node.json").exists():
             NodeStore.create(self.folder, "run", rank, self.topology)
-        self.system = ReplicatingSystem()
+        self.system = system()
         self.position = torch.tensor(0)
         settings = {"replicas": 2, "block_bytes": 65536, "timeout_s": 5.0} | config
         group = dist.group.WORLD
@@ -61,6 +64,7 @@ class Toy:
             store_dir=self.folder,
             address="127.0.0.1",
             planner=planner or PlannerConfig(),
+            gemini=gemini or GeminiConfig(),
         )
         self.system.attach(job, FlatState({"w": self.weights}, capture=lambda: {"position": self.position}))
 

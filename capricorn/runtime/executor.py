@@ -15,13 +15,14 @@ from queue import SimpleQueue
 from capricorn.errors import CapricornError, StoreError, TransportError
 from capricorn.planner.link import LinkEstimator, LinkModel
 from capricorn.planner.plan import Chunk, Plan
+from capricorn.runtime.direct import LiveSource
 from capricorn.runtime.gate import Gate, Passed
 from capricorn.runtime.priority import give_way
 from capricorn.runtime.save import Save
-from capricorn.runtime.slot import Slot, checksum
+from capricorn.runtime.slot import checksum
 from capricorn.runtime.staging import Stager
 from capricorn.runtime.store import NodeStore
-from capricorn.runtime.transport import ReplicaLink
+from capricorn.runtime.transport import ReplicaLink, Source
 from capricorn.system import ChunkEvent
 from capricorn.units import Bytes, Seconds, format_seconds
 
@@ -75,7 +76,10 @@ class Executor:
         gate: Gate,
         timeout_s: Seconds,
         gives_way: bool,
+        live: LiveSource | None = None,
     ) -> None:
+        """Replicas are sent from the slot, block by block once it is staged, or from `live`."""
+        self._live = live
         self.staged_bytes: Bytes = 0
         self._gate = gate
         self._estimator = LinkEstimator()
@@ -103,9 +107,11 @@ class Executor:
         return sum(link.sent_bytes for link in self._links)
 
     def start(self, iteration: int, keep: int, plan: Plan) -> Save:
-        """Begins a checkpoint of the live state, which must stay as it is until `wait_staged`."""
-        save = Save(iteration, keep, plan, [link.host for link in self._links])
+        """Begins a checkpoint of the live state, which must stay as it is until it is staged and, if live, sent."""
+        save = Save(iteration, keep, plan, [link.host for link in self._links], self._live)
         self._stager.mark()
+        if self._live is not None:
+            self._live.mark()
         self._to_stage.put(save)
         return save
 
@@ -193,25 +199,27 @@ class Executor:
                 save.finish_link(str(error))
 
     def _send(self, link: ReplicaLink, save: Save) -> None:
-        slot = save.slot
-        assert slot is not None
+        source = save.live or save.slot
+        assert source is not None
         replica = self._links.index(link)
         try:
             if not save.wait_turn(link.host, self._timeout_s):
                 raise TransportError(f"the replicas before that on rank {link.host} did not get out")
+            if self._live is not None:
+                self._live.begin()
             link.begin(save.iteration, save.keep)
             for chunk in save.plan.chunks:
                 if chunk.replica == replica:
-                    self._send_chunk(link, save, slot, chunk)
+                    self._send_chunk(link, save, source, chunk)
         finally:
             save.end_turn(link.host)
             self._end(link, save)
         link.commit(save.iteration)
 
-    def _send_chunk(self, link: ReplicaLink, save: Save, slot: Slot, chunk: Chunk) -> None:
+    def _send_chunk(self, link: ReplicaLink, save: Save, source: Source, chunk: Chunk) -> None:
         start, stop = chunk.offset, chunk.offset + chunk.num_bytes
-        block = (stop - 1) // slot.layout.block_bytes
-        if not save.is_block_staged(block):
+        block = (stop - 1) // source.layout.block_bytes
+        if save.live is None and not save.is_block_staged(block):
             self._end(link, save)
             if not save.wait_block(block, self._timeout_s):
                 raise StoreError(f"iteration {save.iteration} was not staged")
@@ -223,7 +231,7 @@ class Executor:
                 self._end(link, save)
             if link.host not in self._transfers:
                 self._transfers[link.host] = _Transfer(passed, link.in_flight_bytes)
-            link.send_range(save.iteration, slot, start, start + passed.num_bytes)
+            link.send_range(save.iteration, source, start, start + passed.num_bytes)
             start += passed.num_bytes
             self._transfers[link.host].add(passed.num_bytes, link.in_flight_bytes)
 

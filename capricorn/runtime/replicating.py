@@ -16,6 +16,7 @@ from capricorn.planner.placement import hosts_of, owners_on
 from capricorn.planner.plan import Planner, StreamPlanner
 from capricorn.planner.planning import SpanPlanner
 from capricorn.runtime.completion import Completion
+from capricorn.runtime.direct import LiveSource
 from capricorn.runtime.exchange import barrier, gather_addresses, gather_layouts, share_secret
 from capricorn.runtime.executor import Executor
 from capricorn.runtime.gate import Gate
@@ -24,7 +25,7 @@ from capricorn.runtime.host import ReplicaHost
 from capricorn.runtime.recovery import Recovery
 from capricorn.runtime.scheduler import make_scheduler
 from capricorn.runtime.slot import Layout
-from capricorn.runtime.staging import make_stager, payload_of
+from capricorn.runtime.staging import Stager, make_stager, payload_of
 from capricorn.runtime.state import FlatState
 from capricorn.runtime.store import NodeStore
 from capricorn.runtime.transport import ReplicaLink
@@ -73,12 +74,20 @@ class ReplicatingSystem(CheckpointSystem):
         self._host.start({owner: layouts[owner] for owner in owners})
         addresses = gather_addresses(job.control_group, self._host.address)
         self._connect(me, {host: addresses[host] for host in hosts})
-        gate = Gate(is_reactive=job.planner.gate, patience_s=self._timeout_s / 2)
+        gate = Gate(is_reactive=self._is_reactive(), patience_s=self._timeout_s / 2)
         planner = self._make_planner(hosts, state.num_bytes)
         self._scheduler = make_scheduler(job, planner, gate, me.secret, hosts, owners)
-        stager = make_stager(state, slots, job.device)
+        stager, live = self._make_sources(make_stager(state, slots, job.device), layouts[job.rank])
         self._executor = Executor(
-            store, job.rank, job.attempt, stager, self._links, gate=gate, timeout_s=deadline_s, gives_way=gives_way
+            store,
+            job.rank,
+            job.attempt,
+            stager,
+            self._links,
+            gate=gate,
+            timeout_s=deadline_s,
+            gives_way=gives_way,
+            live=live,
         )
         self._completion = Completion(job.control_group)
         self._recovery = Recovery(job.rank, job.control_group, store, [job.rank, *owners], self._links, job.attempt)
@@ -118,7 +127,8 @@ class ReplicatingSystem(CheckpointSystem):
     def after_update(self, iteration: int) -> None:
         self._scheduler.after_update(iteration)
         is_free = self._learn()
-        if self._job.config.every == 0 or iteration % self._job.config.every:
+        every = self._job.config.every
+        if every == 0 or iteration % every or iteration < self.first_iteration:
             return
         self._forget_after(0)
         self._state.capture()
@@ -197,6 +207,14 @@ class ReplicatingSystem(CheckpointSystem):
         if config.spans == "none" or not hosts or not self.plans:
             return StreamPlanner(shard_bytes, len(hosts), self._job.config.block_bytes)
         return SpanPlanner(config, rank=self._job.rank, hosts=hosts, shard_bytes=shard_bytes)
+
+    def _is_reactive(self) -> bool:
+        """Whether chunks pass by what the link really does, or by the plan alone."""
+        return self._job.planner.gate
+
+    def _make_sources(self, stager: Stager, layout: Layout) -> tuple[Stager, LiveSource | None]:
+        """What stages the local copy, and what replicas are sent from if that is not the local copy."""
+        return stager, None
 
     def _peers(self, nodes_of: Callable[[int, int, int], list[int]]) -> list[int]:
         """Ranks that stand where we stand on other nodes."""

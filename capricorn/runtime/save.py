@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from capricorn.planner.plan import Plan
 from capricorn.runtime.slot import Slot
+from capricorn.runtime.transport import Source
 from capricorn.units import Seconds
 
 MAX_TURNS = 100
@@ -19,10 +20,12 @@ class Save:
     Attributes:
         is_local: whether the copy in this node's memory is complete.
         failures: what went wrong, in words; empty when all replicas are in place.
+        live: what replicas are sent from, where that is not the slot.
     """
 
-    def __init__(self, iteration: int, keep: int, plan: Plan, hosts: Sequence[int]) -> None:
+    def __init__(self, iteration: int, keep: int, plan: Plan, hosts: Sequence[int], live: Source | None = None) -> None:
         """`hosts` get a replica each, in this order."""
+        self.live = live
         self.iteration, self.keep, self.plan = iteration, keep, plan
         self.is_local = False
         self.failures: list[str] = []

@@ -145,6 +145,14 @@ class Slot:
     def header(self) -> Header | None:
         return Header.unpack(self._map[:PAGE])
 
+    def part(self, start: int, stop: int) -> memoryview:
+        """Those bytes of the payload."""
+        return self.payload[start:stop]
+
+    def check(self, index: int) -> int:
+        """Checksum of that block."""
+        return int(self.table[index])
+
     @property
     def is_complete(self) -> bool:
         """Whether it is a complete copy of a state of our layout, by its header."""

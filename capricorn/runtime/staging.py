@@ -6,6 +6,7 @@ and the thread only waits for events. Knows no network.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -77,6 +78,10 @@ class HostStager:
         self._copies.clear()
 
 
+AHEAD = 8
+"""Blocks whose copies are enqueued before the first of them has landed."""
+
+
 class CudaStager:
     """Copies on a side stream into slots registered with CUDA, so that the copy engine works while kernels run."""
 
@@ -101,17 +106,22 @@ class CudaStager:
 
     def copy(self, slot: Slot) -> Iterator[int]:
         self._stream.wait_event(self._updated)
-        landed: list[torch.cuda.Event] = []
-        with torch.cuda.stream(self._stream):
-            for copies in self._copies[slot.path].by_block:
-                for place, live in copies:
-                    place.copy_(live, non_blocking=True)
-                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                event.record(self._stream)
-                landed.append(event)
-        for index, event in enumerate(landed):
-            event.synchronize()
+        landed: deque[torch.cuda.Event] = deque()
+        by_block = self._copies[slot.path].by_block
+        for index in range(len(by_block)):
+            for copies in by_block[index + len(landed) : index + AHEAD]:
+                landed.append(self._enqueue(copies))
+            landed.popleft().synchronize()
             yield index
+
+    def _enqueue(self, copies: list[tuple[Tensor, Tensor]]) -> torch.cuda.Event:
+        """Yields what tells when these have landed."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            for place, live in copies:
+                place.copy_(live, non_blocking=True)
+            event.record(self._stream)
+        return event
 
     def close(self) -> None:
         for address in self._registered:

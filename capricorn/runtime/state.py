@@ -153,7 +153,7 @@ def _runs(sources: list[tuple[Entry, Tensor]]) -> list[Run]:
         if not tensor.is_contiguous():
             runs.append(Run(entry.offset, entry.num_bytes, tensor))
             continue
-        flat = _bytes_of(tensor)
+        flat = flat_bytes(tensor)
         last = runs[-1] if runs else None
         if last is not None and _continues(last, entry.offset, flat):
             merged = _span(flat, int(last.source.storage_offset()), last.num_bytes + entry.num_bytes)
@@ -163,7 +163,8 @@ def _runs(sources: list[tuple[Entry, Tensor]]) -> list[Run]:
     return runs
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor as a flat uint8 view."""
     size = tensor.element_size()
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return flat.set_(tensor.untyped_storage(), tensor.storage_offset() * size, (tensor.numel() * size,), (1,))

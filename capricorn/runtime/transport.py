@@ -12,10 +12,11 @@ import socket
 import sys
 import termios
 from collections.abc import Iterator
+from typing import Protocol
 
 from capricorn.errors import TransportError
 from capricorn.runtime.handshake import HANDSHAKE_TIMEOUT_S, Identity, greet
-from capricorn.runtime.slot import Slot
+from capricorn.runtime.slot import Layout, Slot
 from capricorn.runtime.wire import (
     FRAME_BYTES,
     LOW_CLASS_TOS,
@@ -29,6 +30,20 @@ from capricorn.runtime.wire import (
 )
 from capricorn.system import PacedRoute
 from capricorn.units import Bytes, Seconds
+
+
+class Source(Protocol):
+    """What a replica is sent from: a slot, or the live state."""
+
+    layout: Layout
+
+    def part(self, start: int, stop: int) -> memoryview:
+        """Those bytes of the shard, which lie in one block."""
+        ...
+
+    def check(self, index: int) -> int:
+        """Checksum of that block."""
+        ...
 
 
 class ReplicaLink:
@@ -69,18 +84,18 @@ class ReplicaLink:
             self._open()
         self._send(Frame(Kind.BEGIN, iteration, size=keep))
 
-    def send_range(self, iteration: int, slot: Slot, start: int, stop: int) -> None:
-        """Sends that range of a copy, which follows the one before; returns when the kernel has taken it.
+    def send_range(self, iteration: int, source: Source, start: int, stop: int) -> None:
+        """Sends that range of a shard, which follows the one before; returns when the kernel has taken it.
 
         That is not yet delivery. The header of a block goes in front of its first byte.
         """
-        size = slot.layout.block_bytes
+        size = source.layout.block_bytes
         with self._blame() as sock:
             for index in range(start // size, -(-stop // size)):
-                block = slot.layout.block(index)
-                payload = slot.payload[max(start, block.start) : min(stop, block.stop)]
+                block = source.layout.block(index)
+                payload = source.part(max(start, block.start), min(stop, block.stop))
                 if start <= block.start:
-                    frame = Frame(Kind.BLOCK, iteration, index, block.stop - block.start, slot.table[index])
+                    frame = Frame(Kind.BLOCK, iteration, index, block.stop - block.start, source.check(index))
                     send_block(sock, frame, payload, self._route, low=self._low_class)
                 else:
                     send_payload(sock, payload, self._route, low=self._low_class)

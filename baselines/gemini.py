@@ -1,0 +1,89 @@
+"""Gemini: its plan and its data path, on the store, transport and recovery that it shares with `capricorn`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import ClassVar
+
+from capricorn.errors import ConfigError
+from capricorn.hooks import OpKey
+from capricorn.planner.gemini import GeminiPlanner
+from capricorn.planner.plan import Planner
+from capricorn.profile import COMMUNICATION
+from capricorn.runtime.direct import CutStager, LiveSource
+from capricorn.runtime.replicating import ReplicatingSystem
+from capricorn.runtime.slot import Layout
+from capricorn.runtime.staging import Stager
+from capricorn.runtime.state import FlatState
+from capricorn.settings import AUTO
+from capricorn.system import JobContext
+from capricorn.units import Bytes, Seconds
+
+
+class GeminiStaged(ReplicatingSystem):
+    """Gemini's plan alone: replicas are sent from the local copy, and the update waits for nothing else.
+
+    Source: Gemini, SOSP'23, section 5.2 (profile and partition). Departs: the data path is that of `capricorn`.
+    """
+
+    name: ClassVar[str] = "gemini-staged"
+
+    def attach(self, job: JobContext, state: FlatState) -> None:  # type: ignore[override]
+        if job.gemini.mu == AUTO:
+            raise ConfigError("gemini.mu=auto is settled before a job starts: give a number in (0, 1]")
+        # Once there has been a checkpoint there is something to lose while the training is profiled again.
+        self.first_iteration = 1 if job.attempt else job.gemini.profile_iterations + 1
+        super().attach(job, state)
+
+    def _make_planner(self, hosts: Sequence[int], shard_bytes: Bytes) -> Planner:
+        return GeminiPlanner(self._job.gemini, rank=self._job.rank, num_remote=len(hosts), shard_bytes=shard_bytes)
+
+    def _is_reactive(self) -> bool:
+        return False
+
+
+class Gemini(GeminiStaged):
+    """Peers are sent the live state in the idle spans, and the update waits until all of it is out.
+
+    The local copy is cut up and made while training communicates. Source: Gemini, SOSP'23, section 5.3.
+    """
+
+    name: ClassVar[str] = "gemini"
+
+    def on_op_begin(self, op: OpKey) -> None:
+        super().on_op_begin(op)
+        if op.kind in COMMUNICATION:
+            self._local.open()
+
+    def on_op_end(self, op: OpKey) -> None:
+        if op.kind in COMMUNICATION:
+            self._local.shut()
+        super().on_op_end(op)
+
+    def before_update(self, iteration: int) -> None:
+        self._local.open()
+        save = self._completion.pending
+        if save is not None:
+            assert self._executor is not None
+            begin_s = time.perf_counter()
+            self._executor.settle(save, self._timeout_s)
+            self._scheduler.overflow(time.perf_counter() - begin_s)
+        super().before_update(iteration)
+
+    def drain(self, timeout_s: Seconds) -> None:
+        self._local.open()
+        super().drain(timeout_s)
+
+    def close(self) -> None:
+        if self._executor is not None:
+            self._local.open()
+        super().close()
+
+    def _make_sources(self, stager: Stager, layout: Layout) -> tuple[Stager, LiveSource | None]:
+        config = self._job.gemini
+        self._local = CutStager(stager, patience_s=self._timeout_s / 2)
+        live = LiveSource(
+            self._state, layout, self._job.device, buffer_bytes=config.buffer_bytes, num_buffers=config.num_buffers
+        )
+        return self._local, live
