@@ -20,6 +20,7 @@ class GeminiConfig(Frozen):
         default=AUTO, description="safety factor of a span; auto tries several on the scenario first, sweep is that try"
     )
     tuned_in: str = Field(default="", description="the run in which mu was found")
+    sweep_rounds: int = Field(default=2, gt=0, description="times that each factor is tried there and back in a sweep")
     profile_iterations: int = Field(default=20, gt=0, description="first iterations, profiled and not checkpointed")
     buffer_bytes: ByteCount = Field(default=128 * MIB, ge=1024, description="of all sub-buffers together, R")
     num_buffers: int = Field(default=4, ge=2, description="sub-buffers, p")

@@ -19,7 +19,7 @@ from capricorn.config import Scenario
 from capricorn.errors import ConfigError
 from capricorn.harness import tuning
 from capricorn.harness.launcher import RunListener
-from capricorn.planner.gemini import FACTORS, SWEEP_ITERATIONS, GeminiPlanner, gaps_s, partition, swept_factor
+from capricorn.planner.gemini import FACTORS, GeminiPlanner, gaps_s, num_swept, partition, swept_factor
 from capricorn.planner.link import LinkModel
 from capricorn.planner.plan import Plan
 from capricorn.records import append
@@ -177,7 +177,7 @@ def test_without_a_profile_or_a_measured_link_all_goes_as_soon_as_it_can() -> No
 
 
 def test_a_sweep_tries_each_factor_as_often_and_the_first_plan_not_at_all() -> None:
-    tried = Counter(map(swept_factor, range(SWEEP_ITERATIONS)))
+    tried = Counter(map(swept_factor, range(num_swept(GeminiConfig()))))
     assert set(tried) == set(FACTORS)
     assert len(set(tried.values())) == 1
     one = watched("sweep")
@@ -378,6 +378,8 @@ def test_only_gemini_without_a_factor_is_tuned() -> None:
 
 
 def test_the_sweep_ends_with_the_last_factor_tried() -> None:
-    swept = tuning.sweep_of(scenario())
-    durations_s = tuning.durations_by_factor(20, [sample(i, 0) for i in range(1, swept.train.iterations + 1)])
-    assert {factor: len(each) for factor, each in durations_s.items()} == dict.fromkeys(FACTORS, 4)
+    for rounds in (1, 2, 3):
+        gemini = GeminiConfig(sweep_rounds=rounds)
+        swept = tuning.sweep_of(scenario().model_copy(update={"gemini": gemini}))
+        durations_s = tuning.durations_by_factor(gemini, [sample(i) for i in range(1, swept.train.iterations + 1)])
+        assert {factor: len(each) for factor, each in durations_s.items()} == dict.fromkeys(FACTORS, 2 * rounds)

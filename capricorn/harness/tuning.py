@@ -10,9 +10,9 @@ from statistics import median
 from capricorn.config import Scenario
 from capricorn.errors import CapricornError
 from capricorn.harness.launcher import RunListener, launch
-from capricorn.planner.gemini import SWEEP_ITERATIONS, UNPLANNED, swept_factor
+from capricorn.planner.gemini import UNPLANNED, num_swept, swept_factor
 from capricorn.records import ITERATIONS, IterationSample, read_samples
-from capricorn.settings import AUTO, SWEEP
+from capricorn.settings import AUTO, SWEEP, GeminiConfig
 from capricorn.units import Seconds
 
 TUNED = ("gemini", "gemini-staged")
@@ -34,8 +34,7 @@ def tune(scenario: Scenario, out: Path, listener: RunListener) -> tuple[Scenario
     if scenario.system.every == 0 or scenario.system.replicas == 1:
         return _with(scenario, mu=1.0), ""
     folder = launch(sweep_of(scenario), out, listener)
-    samples = read_samples(folder / ITERATIONS, IterationSample)
-    durations_s = durations_by_factor(scenario.gemini.profile_iterations, samples)
+    durations_s = durations_by_factor(scenario.gemini, read_samples(folder / ITERATIONS, IterationSample))
     if not durations_s:
         raise CapricornError(f"no iteration of {folder} was timed, so mu is not known; set gemini.mu")
     best = min(durations_s, key=lambda factor: median(durations_s[factor]))
@@ -44,14 +43,14 @@ def tune(scenario: Scenario, out: Path, listener: RunListener) -> tuple[Scenario
 
 def sweep_of(scenario: Scenario) -> Scenario:
     """The run in which the factors are tried: the same work, cut off when each has had its iterations."""
-    profiled = scenario.gemini.profile_iterations
-    iterations = profiled + UNPLANNED + SWEEP_ITERATIONS + 1
-    train = scenario.train.model_copy(update={"iterations": iterations, "warmup": profiled})
+    config = scenario.gemini
+    iterations = config.profile_iterations + UNPLANNED + num_swept(config) + 1
+    train = scenario.train.model_copy(update={"iterations": iterations, "warmup": config.profile_iterations})
     system = scenario.system.model_copy(update={"every": 1})
     return _with(scenario, mu=SWEEP).model_copy(update={"train": train, "system": system, "faults": ()})
 
 
-def durations_by_factor(profiled: int, samples: Iterable[IterationSample]) -> dict[float, list[Seconds]]:
+def durations_by_factor(config: GeminiConfig, samples: Iterable[IterationSample]) -> dict[float, list[Seconds]]:
     """By factor: how long the iterations were in which checkpoints left by a plan with it, on the slowest rank.
 
     A checkpoint leaves in the iteration after its own, and the first ones are not planned.
@@ -60,8 +59,8 @@ def durations_by_factor(profiled: int, samples: Iterable[IterationSample]) -> di
     for sample in samples:
         slowest_s[sample.iteration] = max(slowest_s[sample.iteration], sample.duration_s)
     durations_s: dict[float, list[Seconds]] = defaultdict(list)
-    for number in range(SWEEP_ITERATIONS):
-        iteration = profiled + UNPLANNED + number + 2
+    for number in range(num_swept(config)):
+        iteration = config.profile_iterations + UNPLANNED + number + 2
         if iteration in slowest_s:
             durations_s[swept_factor(number)].append(slowest_s[iteration])
     return dict(durations_s)

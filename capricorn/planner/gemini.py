@@ -19,10 +19,14 @@ from capricorn.units import Bytes, Seconds
 FACTORS: Final = (0.3, 0.5, 0.7, 0.85, 1.0)
 """Safety factors that a sweep tries; the paper does not give the one it used."""
 _ROUND: Final = (*FACTORS, *reversed(FACTORS))
-SWEEP_ITERATIONS: Final = 2 * len(_ROUND)
-"""Each factor four times, there and back, so that a machine that gets slower does so for all alike."""
+"""There and back, so that a machine that gets slower does so for all alike."""
 UNPLANNED: Final = 1
 """First checkpoints sent without a plan, by which the link is measured."""
+
+
+def num_swept(config: GeminiConfig) -> int:
+    """Plans that a sweep makes."""
+    return config.sweep_rounds * len(_ROUND)
 
 
 def swept_factor(number: int) -> float:
