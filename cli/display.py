@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeAlias
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -26,18 +27,21 @@ from .progress import Progress, Snapshot
 PLAIN_INTERVAL_S: Seconds = 1.0
 MAX_EVENTS = 5
 
+Heading: TypeAlias = Callable[[], str]
+"""What is said above a run, as of now; nothing if empty."""
+
 
 @contextmanager
-def watching(folders: list[Path], *, quiet: bool, verbose: bool) -> Iterator[RunListener]:
+def watching(folders: list[Path], *, quiet: bool, verbose: bool, heading: Heading = str) -> Iterator[RunListener]:
     """The listener that suits the output, for one run whose folder it adds to `folders`."""
     out = console()
     if quiet:
         yield _Quiet(folders)
     elif out.is_terminal and not out.is_dumb_terminal and not verbose:
         with Live(console=out, auto_refresh=False, transient=True) as live:
-            yield _Panel(folders, live)
+            yield _Panel(folders, live, heading)
     else:
-        yield _Lines(folders, out, verbose)
+        yield _Lines(folders, out, verbose, heading)
 
 
 class _Quiet(RunListener):
@@ -53,14 +57,16 @@ class _Quiet(RunListener):
 class _Lines(_Quiet):
     """One line an iteration, at most one a second, and one an event."""
 
-    def __init__(self, folders: list[Path], out: Console, verbose: bool) -> None:
+    def __init__(self, folders: list[Path], out: Console, verbose: bool, heading: Heading) -> None:
         super().__init__(folders)
-        self._out, self._verbose = out, verbose
+        self._out, self._verbose, self._heading = out, verbose, heading
         self._printed_at_s = 0.0
 
     def on_start(self, run_dir: Path, scenario: Scenario) -> None:
         super().on_start(run_dir, scenario)
         self._progress = Progress(scenario)
+        if heading := self._heading():
+            self._print(heading)
         self._print(f"{describe(scenario)}: {run_dir}")
 
     def on_sample(self, sample: IterationSample) -> None:
@@ -82,9 +88,9 @@ class _Lines(_Quiet):
 class _Panel(_Quiet):
     """The live display: redrawn at every tick, gone at the end, when the table takes its place."""
 
-    def __init__(self, folders: list[Path], live: Live) -> None:
+    def __init__(self, folders: list[Path], live: Live, heading: Heading) -> None:
         super().__init__(folders)
-        self._live = live
+        self._live, self._heading = live, heading
         self._events: deque[str] = deque(maxlen=MAX_EVENTS)
         self._status, self._since_s = "starting", time.monotonic()
 
@@ -116,9 +122,10 @@ class _Panel(_Quiet):
         return f"{self._status} {_whole_seconds(time.monotonic() - self._since_s)}"
 
     def _render(self) -> RenderableType:
-        heading = Text(describe(self._scenario), style="bold", no_wrap=True, overflow="ellipsis")
+        headings = [line for line in (self._heading(), describe(self._scenario)) if line]
+        above = (Text(line, style="bold", no_wrap=True, overflow="ellipsis") for line in headings)
         events = (Text(line, style="yellow", no_wrap=True, overflow="ellipsis") for line in self._events)
-        return Group(heading, self._bar(), _facts(self._progress.latest), *events)
+        return Group(*above, self._bar(), _facts(self._progress.latest), *events)
 
     def _bar(self) -> Table:
         progress = self._progress

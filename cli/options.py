@@ -77,6 +77,11 @@ def scenario_options(command: Command) -> Command:
     return _decorate(with_scenario, _SCENARIO_OPTIONS)
 
 
+def unresolved_options(command: Command) -> Command:
+    """Gives a command the options of a scenario as they are written; `scenario_from` resolves them."""
+    return _decorate(command, _SCENARIO_OPTIONS)
+
+
 def output_options(command: Command) -> Command:
     """Gives a command `repeats`, `out`, `as_json`, `quiet` and `verbose`."""
     return _decorate(command, _OUTPUT_OPTIONS)

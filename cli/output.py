@@ -8,6 +8,8 @@ from typing import Any
 import rich_click as click
 from rich.console import Console
 
+PROGRAM = "capricorn-bench"
+
 
 def console() -> Console:
     """A console on the present stdout; plain and 80 wide when that is a pipe."""

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
 
-from capricorn.records import Mode
+import pandas as pd
+
+from capricorn.comparison import require_same_work
+from capricorn.config import Scenario
+from capricorn.errors import ConfigError
+from capricorn.records import Mode, read_run
+from capricorn.registry import FILES, SYSTEMS
+from capricorn.report.measured import Measured, is_checkpointing, loss_faults
+from capricorn.report.numbers import number, quantile
+from capricorn.report.paired import Ratio, paired_ratio
+from capricorn.report.tables import describe_place
 from capricorn.units import Bytes, Seconds
 from capricorn.values import Frozen
 
+BASE, OURS = "none", "capricorn"
+
+Runs: TypeAlias = Mapping[str, Sequence[Measured | None]]
+"""By label of a variant, its runs by repeat; None where one is missing."""
 Interval: TypeAlias = tuple[float, float]
 
 
@@ -47,6 +63,144 @@ class Comparison(Frozen):
     """Model, cluster, iterations and repeats in a line."""
     valid: bool
     faults: tuple[str, ...]
-    """Why it is not valid, or what is to be known of it."""
+    """Why it is not valid."""
     rows: tuple[ComparisonRow, ...]
     runs: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    """What is to be known of it and does not speak against it."""
+
+
+def compare_runs(label: str, runs: Mapping[str, Sequence[Path | None]]) -> Comparison:
+    """The comparison of finished runs: by label of a variant its folders by repeat, None where one is missing.
+
+    Raises:
+        ConfigError: there is no run, one is damaged, or they did not do the same work in the same mode.
+    """
+    first = next((folder for folders in runs.values() for folder in folders if folder), None)
+    if first is None:
+        raise ConfigError("there is no finished run to compare")
+    return compare_within(label, runs, read_run(first).config)
+
+
+def compare_within(label: str, folders: Mapping[str, Sequence[Path | None]], scenario: Scenario) -> Comparison:
+    """The same of runs of that scenario under several systems; there may be none yet.
+
+    Raises:
+        ConfigError: a run is damaged, or they did not do the same work in the same mode.
+    """
+    runs = {
+        variant: [Measured.read(each) if each else None for each in several] for variant, several in folders.items()
+    }
+    measured = [run for each in runs.values() for run in each if run]
+    require_same_work({run.record.run_id: run.record for run in measured})
+    base, ours = (_runs_of(system, runs) for system in (BASE, OURS))
+    rows = tuple(_row(variant, each, base, ours) for variant, each in runs.items())
+    losses = loss_faults(sorted(measured, key=lambda run: run.record.system != BASE))
+    on_cpu = scenario.cluster.device == "cpu"
+    faults = [f"{run.record.run_id}: {run.record.verdict}" for run in measured if run.record.verdict != "ok"]
+    faults += [*_unrequested(runs), *(losses if on_cpu else [])]
+    return Comparison(
+        label=label,
+        mode=measured[0].record.mode if measured else "emulated" if scenario.emulation else "live",
+        what=_describe(scenario, measured, max(map(len, runs.values()))),
+        valid=not faults,
+        faults=tuple(faults),
+        rows=rows,
+        runs=tuple(run.record.run_id for run in measured),
+        # The order of sums is not fixed on other devices.
+        notes=(*_unknown(runs), *_hosts(measured), *([] if on_cpu else losses)),
+    )
+
+
+# --- rows --------------------------------------------------------------------------------------------------------
+
+
+def _runs_of(system: str, runs: Runs) -> Sequence[Measured | None]:
+    """Of the variants of a system those of the first; the one without settings goes before."""
+    labels = sorted((label for label in runs if _system_of(label) == system), key=lambda label: label != system)
+    return runs[labels[0]] if labels else []
+
+
+def _system_of(label: str) -> str:
+    return label.partition(":")[0]
+
+
+def _row(
+    label: str, runs: Sequence[Measured | None], base: Sequence[Measured | None], ours: Sequence[Measured | None]
+) -> ComparisonRow:
+    there = [run for run in runs if run]
+    steady = pd.concat([run.steady for run in there]) if there else pd.DataFrame(columns=["duration_s", "stall_s"])
+    slowdown, speedup = _ratio(runs, base), _ratio(runs, ours)
+    summaries = [run.record.summary for run in there]
+    return ComparisonRow(
+        label=label,
+        system=_system_of(label),
+        iteration_s_p50=quantile(steady["duration_s"], 50),
+        stall_s_p50=quantile(steady["stall_s"], 50),
+        slowdown=slowdown and slowdown.value,
+        slowdown_ci=slowdown and slowdown.ci,
+        speedup_of_capricorn=speedup and speedup.value,
+        speedup_ci=speedup and speedup.ci,
+        requested=sum(summary["requested"] for summary in summaries),
+        effective=sum(summary["effective"] for summary in summaries),
+        peak_rss_bytes=_most("peak_rss_bytes", summaries),
+        store_bytes=_most("store_bytes", summaries),
+        sent_bytes_per_iteration=number(steady["sent_bytes"].mean()) if len(steady) else None,
+        tiers=SYSTEMS[_system_of(label)].tiers if _system_of(label) in SYSTEMS else (),
+        notes=_notes(label, there),
+        runs=tuple(run.record.run_id for run in there),
+    )
+
+
+def _ratio(runs: Sequence[Measured | None], base: Sequence[Measured | None]) -> Ratio | None:
+    ours, theirs = ([run.durations_s if run else None for run in each] for each in (runs, base))
+    return paired_ratio(ours, theirs)
+
+
+def _most(key: str, summaries: Sequence[Mapping[str, Any]]) -> Bytes | None:
+    return max((value for summary in summaries if (value := summary.get(key)) is not None), default=None)
+
+
+def _notes(label: str, runs: Sequence[Measured]) -> tuple[str, ...]:
+    """The settings that are its own, a tuned factor, and where its files go."""
+    notes = label.split(":")[1:]
+    for config in (run.record.config for run in runs[:1]):
+        if config.gemini.tuned_in:
+            notes.append(f"mu {config.gemini.mu:g}, tuned in {config.gemini.tuned_in}")
+        system = SYSTEMS.get(config.system.name)
+        if system and set(FILES) <= set(system.tiers):
+            where = {"disk": "the disk of the run folder", "tmpfs": "memory (tmpfs)"}[config.storage.medium]
+            notes.append(f"files go to {where}, {'with' if config.storage.fsync else 'without'} fsync")
+    return tuple(notes)
+
+
+# --- faults and notes of the whole -------------------------------------------------------------------------------
+
+
+def _unrequested(runs: Runs) -> list[str]:
+    """Variants that were to checkpoint and never got to it."""
+    return [
+        f"{label} was to make no checkpoint in its {run.record.config.train.iterations} iterations: train longer"
+        for label, each in runs.items()
+        for run in [run for run in each if run][:1]
+        if is_checkpointing(run.record) and not run.record.summary["requested"]
+    ]
+
+
+def _unknown(runs: Runs) -> list[str]:
+    systems = set(map(_system_of, runs))
+    unknown = {BASE: "slowdowns are", OURS: "the speedup of Capricorn is"}
+    return [f"{what} unknown without {system}" for system, what in unknown.items() if system not in systems]
+
+
+def _hosts(runs: Sequence[Measured]) -> list[str]:
+    hosts = sorted({run.record.environment.host for run in runs})
+    return [f"runs of several machines: {', '.join(hosts)}"] if len(hosts) > 1 else []
+
+
+def _describe(scenario: Scenario, runs: Sequence[Measured], num_repeats: int) -> str:
+    lengths = [run.record.config.train.iterations for run in runs] or [scenario.train.iterations]
+    short, long = min(lengths), max(lengths)
+    iterations = f"{long} iterations" if short == long else f"{short} to {long} iterations"
+    repeats = "1 repeat" if num_repeats == 1 else f"{num_repeats} repeats"
+    return f"{scenario.model.name}, {describe_place(scenario.cluster)}; {iterations}, {repeats}"

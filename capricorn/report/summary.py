@@ -38,7 +38,7 @@ def summarize(run_dir: Path, scenario: Scenario, num_cpus: int = 1) -> tuple[Sum
     Raises:
         ConfigError: a file of the folder is damaged.
     """
-    run = _Run.read(run_dir, scenario)
+    run = RunSamples.read(run_dir, scenario)
     summary: Summary = {"iterations": run.num_done, **_times(run), **_checkpoints(run), **_recoveries(run)}
     summary |= _moved(run) | _memory(run, run_dir) | planning(run.measured) | fidelity(run_dir, scenario, num_cpus)
     return summary, verdict(summary, scenario)
@@ -61,12 +61,14 @@ def verdict(summary: Summary, scenario: Scenario) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class RunSamples:
     """The samples of a run: all of them, those that count, and the same folded over ranks."""
 
     raw: list[IterationSample]
     samples: pd.DataFrame
     """Every sample of every attempt, `raw` as a table."""
+    lasting: pd.DataFrame
+    """Of these what counts: one row per rank and iteration done, of its last attempt."""
     iterations: pd.DataFrame
     """One row per iteration done, indexed by it: its last attempt, folded over ranks."""
     steady: pd.DataFrame
@@ -77,7 +79,7 @@ class _Run:
     events: list[EventSample]
 
     @classmethod
-    def read(cls, run_dir: Path, scenario: Scenario) -> _Run:
+    def read(cls, run_dir: Path, scenario: Scenario) -> RunSamples:
         raw = list(read_samples(run_dir / ITERATIONS, IterationSample))
         events = list(read_samples(run_dir / EVENTS, EventSample))
         samples = _frame(raw, scenario)
@@ -87,6 +89,7 @@ class _Run:
         return cls(
             raw=raw,
             samples=samples,
+            lasting=lasting,
             iterations=iterations,
             steady=steady,
             measured=lasting[lasting["iteration"].isin(steady.index)],
@@ -159,7 +162,7 @@ def _steady(iterations: pd.DataFrame, scenario: Scenario) -> pd.DataFrame:
     return measured if later.empty else later
 
 
-def _times(run: _Run) -> Summary:
+def _times(run: RunSamples) -> Summary:
     steady, requested = run.steady, run.iterations[run.iterations["requested"]]
     duration, stall = steady["duration_s"], steady["stall_s"]
     return {
@@ -174,7 +177,7 @@ def _times(run: _Run) -> Summary:
     }
 
 
-def _checkpoints(run: _Run) -> Summary:
+def _checkpoints(run: RunSamples) -> Summary:
     """Requested checkpoints, those of them that became complete everywhere, and how far the newest one lagged."""
     requested = [int(i) for i in run.iterations.index[run.iterations["requested"]]]
     complete = _complete(run)
@@ -188,7 +191,7 @@ def _checkpoints(run: _Run) -> Summary:
     }
 
 
-def _complete(run: _Run) -> set[int]:
+def _complete(run: RunSamples) -> set[int]:
     """Iterations whose state, as last computed, became complete on all owners: seen then, or restored later."""
     sightings: list[IterationSample | EventSample] = [*run.raw, *run.events]
     seen = {(i, sighting.attempt) for sighting in sightings for i in sighting.completed}
@@ -199,7 +202,7 @@ def _complete(run: _Run) -> set[int]:
     return {i for i, attempt in last.items() if (i, attempt) in seen} | restored
 
 
-def _recoveries(run: _Run) -> Summary:
+def _recoveries(run: RunSamples) -> Summary:
     phases = ("detect_s", "restart_s", "agree_s", "fetch_s", "load_s", "first_iteration_s")
     return {
         "recoveries": len(run.recoveries),
@@ -209,7 +212,7 @@ def _recoveries(run: _Run) -> Summary:
     }
 
 
-def _moved(run: _Run) -> Summary:
+def _moved(run: RunSamples) -> Summary:
     """Bytes of all attempts, redone iterations included, and their rate in the steady state."""
     return {
         **{key: sum(getattr(s, key) for s in (*run.raw, *run.events)) for key in ("staged_bytes", "sent_bytes")},
@@ -217,7 +220,7 @@ def _moved(run: _Run) -> Summary:
     }
 
 
-def _memory(run: _Run, run_dir: Path) -> Summary:
+def _memory(run: RunSamples, run_dir: Path) -> Summary:
     peaks = run.samples.groupby("rank")["rss_bytes"].max()
     return {
         "peak_rss_bytes": int(peaks.sum()),

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from capricorn.cluster import Times
+from capricorn.cluster import ClusterConfig, Times
 from capricorn.config import Scenario
 from capricorn.records import RecoverySample, RunRecord
 from capricorn.sizing import Needs, num_moe_layers, total_params
@@ -27,12 +27,16 @@ PHASES = ("detect", "restart", "agree", "fetch", "load", "first_iteration")
 
 def describe(scenario: Scenario) -> str:
     """What runs where, in one line."""
-    cluster, system = scenario.cluster, scenario.system
+    system = scenario.system
     every = {0: "off", 1: "every iteration"}.get(system.every, f"every {system.every} iterations")
     ckpt = "" if system.name == "none" else f" {every}"
+    return f"{scenario.model.name} under {system.name}{ckpt}, {describe_place(scenario.cluster)}"
+
+
+def describe_place(cluster: ClusterConfig) -> str:
+    """Where something runs, in one line."""
     place = f"a scale model of {cluster.name}" if cluster.is_emulated else cluster.device
-    where = f"{_count(cluster.nodes, 'node')} x {_count(cluster.ranks_per_node, 'rank')} on {place}"
-    return f"{scenario.model.name} under {system.name}{ckpt}, {where}"
+    return f"{_count(cluster.nodes, 'node')} x {_count(cluster.ranks_per_node, 'rank')} on {place}"
 
 
 # --- a run -------------------------------------------------------------------------------------------------------
@@ -158,7 +162,7 @@ def _verdict(verdict: str) -> Text:
 
 def plan_table(scenario: Scenario, needs: Needs) -> RenderableType:
     """Before anything starts: what an emulation stands for, and the bytes a scenario takes."""
-    scale = [] if scenario.emulation is None else [_scale_table(scenario)]
+    scale = [] if scenario.emulation is None else [scale_table(scenario)]
     return Group(*scale, _needs_table(scenario, needs))
 
 
@@ -173,7 +177,7 @@ def _needs_table(scenario: Scenario, needs: Needs) -> RenderableType:
     return Group(Text(f"{describe(scenario)} needs", style="bold"), table)
 
 
-def _scale_table(scenario: Scenario) -> RenderableType:
+def scale_table(scenario: Scenario) -> RenderableType:
     """What a scale model stands for, and how its proportions compare with the target's."""
     emulation, cluster, model = scenario.emulation, scenario.cluster, scenario.model
     assert emulation is not None

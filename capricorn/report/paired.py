@@ -1,0 +1,71 @@
+"""The ratio of what two systems take for the same iterations, with its interval. Reads no file and knows no run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+RESAMPLES = 2000
+LEVEL = 0.95
+
+Durations: TypeAlias = "pd.Series[Any]"
+"""Seconds by iteration, of one run."""
+Pair: TypeAlias = npt.NDArray[np.float64]
+"""Seconds of the iterations that both runs of a repeat have, [2, iterations]."""
+
+
+class Ratio(NamedTuple):
+    """Time of one system / time of the other, and the interval that holds it with 95 % confidence."""
+
+    value: float
+    ci: tuple[float, float]
+
+
+def paired_ratio(ours: Sequence[Durations | None], theirs: Sequence[Durations | None]) -> Ratio | None:
+    """Our time over theirs, by repeat; None where a run is missing, and if no two have an iteration in common.
+
+    Of each repeat count the iterations that both have: one system may have measured fewer, or begun later. Their sums
+    are compared, not their medians: a system that stalls in one iteration of three pays for it, and no median would
+    show that.
+    """
+    pairs = [
+        pair
+        for one, other in zip(ours, theirs, strict=False)
+        if one is not None and other is not None and (pair := _common(one, other)).shape[1]
+    ]
+    if not pairs:
+        return None
+    ours_s, theirs_s = sum(pair.sum(1) for pair in pairs)
+    value = float(ours_s / theirs_s)
+    # Logarithms, so that the interval of the inverse ratio is the inverse interval.
+    edges = np.quantile(np.log(_resampled(pairs)), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    low, high = map(float, np.exp(edges))
+    # Rounding alone may put the value outside where all resamples are alike.
+    return Ratio(value, (min(low, value), max(high, value)))
+
+
+def _common(ours: Durations, theirs: Durations) -> Pair:
+    both = ours.index.intersection(theirs.index)
+    return np.stack([ours.loc[both].to_numpy(float), theirs.loc[both].to_numpy(float)])
+
+
+def _resampled(pairs: Sequence[Pair]) -> npt.NDArray[np.float64]:
+    """The ratio in each of many resamples: as many repeats, drawn anew, and of each as many of its iterations.
+
+    Two levels, since iterations of one run are alike in what was slow or fast about that run.
+    Source: Efron & Tibshirani, "An Introduction to the Bootstrap" (1993), sections 8.4 and 13.3.
+    """
+    random = np.random.default_rng(0)
+    sums = np.zeros((2, RESAMPLES))
+    for drawn in random.integers(len(pairs), size=(len(pairs), RESAMPLES)):
+        for number, pair in enumerate(pairs):
+            where = np.flatnonzero(drawn == number)
+            num_iterations = pair.shape[1]
+            chosen = random.integers(num_iterations, size=(len(where), num_iterations))
+            sums[:, where] += pair[:, chosen].sum(2)
+    ratios: npt.NDArray[np.float64] = sums[0] / sums[1]
+    return ratios

@@ -1,0 +1,288 @@
+"""`capricorn-bench compare`: systems against each other on the same work, run in turn, or runs that are finished."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import shlex
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import rich_click as click
+
+from capricorn.comparison import (
+    COMPARE,
+    CompareRecord,
+    PlannedComparison,
+    is_compare,
+    is_done,
+    read_compare,
+    require_same_work,
+    write_compare,
+)
+from capricorn.errors import ConfigError
+from capricorn.records import read_run
+from capricorn.sizing import Needs, needs_of
+
+from .experiment import Experiment, experiment_of, refuse_given
+from .options import output_options, unresolved_options
+from .output import PROGRAM, console, print_json
+from .run import make_folder
+
+if TYPE_CHECKING:
+    from capricorn.report.comparison import Comparison
+
+DEFAULT_SYSTEMS = "none,capricorn,gemini,torchsnapshot"
+DEFAULT_REPEATS = 3
+OUTPUT = {"as_json", "quiet", "verbose"}
+
+
+def _listed(context: click.Context, parameter: click.Parameter, values: Sequence[str]) -> tuple[str, ...]:
+    """The words of all values, each a list with commas."""
+    return tuple(word.strip() for value in values for word in value.split(","))
+
+
+def _fraction(context: click.Context, parameter: click.Parameter, text: str | None) -> float | None:
+    """`5%` and `0.05` as 0.05.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if text is None:
+        return None
+    number, percent = text.strip().removesuffix("%"), text.strip().endswith("%")
+    try:
+        fraction = float(number) / (100 if percent else 1)
+    except ValueError:
+        fraction = -1.0
+    if not 0 <= fraction <= 1:
+        raise ConfigError(f"--threshold {text!r} is no part of a whole; write 5% or 0.05")
+    return fraction
+
+
+@click.command(context_settings={"default_map": {"repeats": DEFAULT_REPEATS}})
+@click.argument("runs", nargs=-1, type=click.Path(path_type=Path), metavar="[RUN]...")
+@click.option(
+    "--systems",
+    multiple=True,
+    callback=_listed,
+    default=[DEFAULT_SYSTEMS],
+    metavar="A,B:KEY=VALUE,...",
+    show_default=DEFAULT_SYSTEMS,
+    help="what is compared, each with settings of its own; see `list systems`",
+)
+@click.option(
+    "--scenario",
+    "file",
+    type=click.Path(path_type=Path),
+    metavar="FILE.toml",
+    help="all of these options in a file, also for several comparisons; the command line goes before it",
+)
+@click.option(
+    "--resume", type=click.Path(path_type=Path), metavar="FOLDER", help="make the runs that are missing in it"
+)
+@click.option(
+    "--threshold",
+    callback=_fraction,
+    metavar="PART",
+    help="of finished runs: fail if one is slower than the first by more, as in 5%",
+)
+@unresolved_options
+@output_options
+@click.option("--dry-run", is_flag=True, help="print what would be run and what it needs, and start nothing")
+def compare(
+    runs: tuple[Path, ...], file: Path | None, resume: Path | None, threshold: float | None, as_json: bool, quiet: bool,
+    verbose: bool, dry_run: bool, **asked: Any,
+) -> int:  # fmt: skip
+    """Compare systems on the same work: --repeats runs of each, there and back (A B B A ...), each with its own record.
+
+    With RUN ... compares finished runs instead, which must have done the same work; several of one system are its
+    repeats.
+    """
+    context = click.get_current_context()
+    assert context is not None
+    if runs:
+        refuse_given(context, {"runs", "threshold"} | OUTPUT, "says nothing about finished runs: leave it out")
+        return _compare_finished(runs, threshold, as_json, quiet)
+    if threshold is not None:
+        raise ConfigError("--threshold is for finished runs: name them, as in compare BASE RUN --threshold 5%")
+    if resume is not None:
+        refuse_given(context, {"resume"} | OUTPUT, f"contradicts --resume: all settings are those of {resume}")
+        return _carry_out(resume.resolve(), read_compare(resume), as_json=as_json, quiet=quiet, verbose=verbose)
+    experiment = experiment_of(context, file)
+    if dry_run:
+        _show_plan(experiment, as_json)
+    _require(experiment)
+    if dry_run:
+        return 0
+    return _carry_out(*_new_record(experiment), as_json=as_json, quiet=quiet, verbose=verbose)
+
+
+# --- runs to be made ---------------------------------------------------------------------------------------------
+
+
+def _require(experiment: Experiment) -> None:
+    """Raises ConfigError if this machine cannot run one of them."""
+    from capricorn.harness.machine import require
+
+    for planned in experiment.comparisons:
+        for variant in planned.variants:
+            require(planned.scenario_of(variant.label))
+
+
+def _new_record(experiment: Experiment) -> tuple[Path, CompareRecord]:
+    """A folder for the comparisons, with the record of what is to be done."""
+    make_folder(experiment.out)
+    started = datetime.now(UTC)
+    model = experiment.comparisons[0].scenario.model.name
+    record = CompareRecord(
+        compare_id=f"{started:%Y%m%d-%H%M%S}-compare-{model}-{secrets.token_hex(2)}",
+        started_at=started.isoformat(timespec="seconds"),
+        comparisons=tuple(experiment.comparisons),
+    )
+    folder = experiment.out / record.compare_id
+    write_compare(folder, record)
+    return folder, record
+
+
+def _carry_out(folder: Path, record: CompareRecord, *, as_json: bool, quiet: bool, verbose: bool) -> int:
+    from capricorn.report.finished import compare_planned
+
+    from .runner import Runner
+
+    runner = Runner(folder, record, quiet=quiet or as_json, verbose=verbose)
+    try:
+        runner.run()
+    finally:
+        # Also after Ctrl-C or a failure: what was measured is worth showing.
+        record = read_compare(folder)
+        compared = [compare_planned(folder, planned) for planned in record.comparisons]
+        _show(compared, {"compare_id": record.compare_id}, as_json, quiet)
+        if not as_json:
+            _print_next(folder, record, quiet)
+    return 0 if all(comparison.valid for comparison in compared) else 1
+
+
+def _print_next(folder: Path, record: CompareRecord, quiet: bool) -> None:
+    """Where it all lies, and how to go on if runs are missing; in one line, to be copied."""
+    runs = [run for planned in record.comparisons for run in planned.runs]
+    if not all(is_done(folder, run) for run in runs):
+        line = f"go on with: {PROGRAM} compare --resume {shlex.quote(str(folder))}"
+    elif not quiet:
+        line = str(folder)
+    else:
+        return
+    console().print(line, soft_wrap=True, markup=False)
+
+
+def _show_plan(experiment: Experiment, as_json: bool) -> None:
+    plans = [(planned, _needs(planned)) for planned in experiment.comparisons]
+    if as_json:
+        facts = [_plan_json(planned, needs) for planned, needs in plans]
+        print_json({"comparisons": facts})
+        return
+    from capricorn.report.comparison_table import variants_table
+    from capricorn.report.tables import describe_place, scale_table
+
+    for planned, needs in plans:
+        scenario = planned.scenario
+        what = f"{scenario.model.name}, {describe_place(scenario.cluster)}; {scenario.train.iterations} iterations"
+        title = f"{planned.label}, {what}" if planned.label else what
+        console().print(f"{title}: {len(planned.runs)} runs", style="bold", soft_wrap=True)
+        if scenario.emulation is not None:
+            console().print(scale_table(scenario))
+        console().print(variants_table(needs))
+        console().print("order: " + " ".join(run.variant for run in planned.runs), markup=False)
+
+
+def _needs(planned: PlannedComparison) -> dict[str, Needs]:
+    scenarios = {variant.label: planned.scenario_of(variant.label) for variant in planned.variants}
+    return {label: needs_of(each, cuda=each.cluster.device == "cuda") for label, each in scenarios.items()}
+
+
+def _plan_json(planned: PlannedComparison, needs: dict[str, Needs]) -> dict[str, Any]:
+    return {
+        "label": planned.label,
+        "runs": [run.variant for run in planned.runs],
+        "needs": {label: dataclasses.asdict(each) for label, each in needs.items()},
+        "config": planned.scenario.model_dump(mode="json"),
+    }
+
+
+# --- runs that are finished --------------------------------------------------------------------------------------
+
+
+def _compare_finished(paths: tuple[Path, ...], threshold: float | None, as_json: bool, quiet: bool) -> int:
+    from capricorn.report.finished import load_comparisons
+
+    whole = [path for path in paths if is_compare(path)]
+    if whole and (threshold is not None or len(whole) < len(paths)):
+        raise ConfigError(f"{whole[0]} holds a whole comparison ({COMPARE}); name the folders of its runs instead")
+    if not whole:
+        require_same_work({str(path): read_run(path) for path in paths})
+    compared = [comparison for comparison, _ in load_comparisons(paths)]
+    if threshold is None:
+        _show(compared, {}, as_json, quiet)
+        return 0 if all(comparison.valid for comparison in compared) else 1
+    return _check(paths, threshold, compared, as_json, quiet)
+
+
+def _check(
+    paths: tuple[Path, ...], threshold: float, compared: list[Comparison], as_json: bool, quiet: bool
+) -> int:  # fmt: skip
+    """Whether no later run is slower than the first by more than the threshold, beyond doubt."""
+    from capricorn.report.finished import ratio_of
+
+    base, *later = paths
+    if not later:
+        raise ConfigError(f"--threshold compares runs with {base}, the first one: name another")
+    ratios = {path: ratio_of(path, base) for path in later}
+    checks = [
+        {
+            "run": path.name,
+            "base": base.name,
+            "ratio": ratio.value,
+            "ci": list(ratio.ci),
+            "slower": ratio.ci[0] > 1 + threshold,
+        }
+        for path, ratio in ratios.items()
+    ]
+    _show(compared, {"threshold": threshold, "checks": checks}, as_json, quiet)
+    if not as_json:
+        for check in checks:
+            _print_check(check, threshold)
+    is_fine = all(comparison.valid for comparison in compared) and not any(check["slower"] for check in checks)
+    return 0 if is_fine else 1
+
+
+def _print_check(check: dict[str, Any], threshold: float) -> None:
+    low, high = check["ci"]
+    what = f"{'' if check['slower'] else 'not '}beyond doubt slower by more than {100 * threshold:g}%"
+    line = f"{check['run']}: {check['ratio']:.3f} [{low:.3f}, {high:.3f}] of {check['base']}, {what}"
+    console().print(line, style="bold red" if check["slower"] else "green", soft_wrap=True, markup=False)
+
+
+# --- both --------------------------------------------------------------------------------------------------------
+
+
+def _show(compared: list[Comparison], facts: dict[str, Any], as_json: bool, quiet: bool) -> None:
+    if as_json:
+        each = [comparison.model_dump(mode="json") for comparison in compared]
+        print_json((each[0] if len(each) == 1 else _together(compared, each)) | facts)
+        return
+    from capricorn.report.comparison_table import comparison_table
+
+    for number, comparison in enumerate(compared):
+        if number:
+            console().print()
+        console().print(comparison_table(comparison, caption=not quiet))
+
+
+def _together(compared: list[Comparison], each: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "valid": all(comparison.valid for comparison in compared),
+        "comparisons": each,
+        "runs": [run for comparison in compared for run in comparison.runs],
+    }

@@ -1,0 +1,129 @@
+"""What `compare` is asked for: its comparisons, from a file of them and from options, which go before the file."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import rich_click as click
+from click.core import ParameterSource
+
+from capricorn.comparison import SYSTEM, PlannedComparison, parse_variants
+from capricorn.errors import ConfigError, unknown_name
+from capricorn.registry import check_system
+from capricorn.resolve import read_toml
+
+from .options import scenario_from
+
+COMPARISONS, LABEL, OUT = "comparisons", "label", "out"
+SETTINGS = "assignments"
+"""Of all options the one of which a comparison, and the command line, overrides what it names and keeps the rest."""
+ASKED = {"systems", "repeats", *inspect.signature(scenario_from).parameters} - {"system"}
+"""Parameters of the command that say what is compared."""
+
+
+class Experiment(NamedTuple):
+    """All that one command compares, and where the runs go."""
+
+    out: Path
+    comparisons: list[PlannedComparison]
+
+
+def given(context: click.Context) -> set[str]:
+    """Names of the parameters that are on the command line."""
+    names = (parameter.name or "" for parameter in context.command.params)
+    return {name for name in names if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+
+
+def refuse_given(context: click.Context, allowed: set[str], reason: str) -> None:
+    """Raises ConfigError for an option on the command line that is not among the allowed ones."""
+    for parameter in context.command.params:
+        if parameter.name in given(context) - allowed:
+            raise ConfigError(f"{parameter.opts[0]} {reason}")
+
+
+def experiment_of(context: click.Context, file: Path | None) -> Experiment:
+    """What the command line asks for, and the file where there is one.
+
+    Raises:
+        ConfigError: an option, a key of the file, a name or a value is wrong.
+    """
+    asked = {name: value for name, value in context.params.items() if name in ASKED}
+    if file is None:
+        return Experiment(context.params[OUT], [_planned("", asked)])
+    explicit = {name: value for name, value in context.params.items() if name in given(context)}
+    table = read_toml(file)
+    parts = table.pop(COMPARISONS, [{}])
+    if not (isinstance(parts, list) and parts and all(isinstance(part, dict) for part in parts)):
+        raise ConfigError(f"{file}: {COMPARISONS} is no list of tables; write [[{COMPARISONS}]] above each")
+    shared = _values(context, file, table, ASKED | {OUT})
+    out: Path = (shared | explicit).get(OUT, context.params[OUT])
+    comparisons = []
+    for number, part in enumerate(parts, 1):
+        label = part.pop(LABEL, "")
+        if not isinstance(label, str):
+            raise ConfigError(f"{file}: {LABEL} = {label!r} is no text")
+        own = _values(context, file, part, ASKED)
+        try:
+            comparisons.append(_planned(label, _merged(asked, shared, own, explicit)))
+        except ConfigError as error:
+            raise ConfigError(f"{file}, {repr(label) if label else f'comparison {number}'}: {error}") from None
+    return Experiment(out, comparisons)
+
+
+def _merged(*levels: Mapping[str, Any]) -> dict[str, Any]:
+    """Each level before those to its left, of what says what is compared.
+
+    Settings add up, where a later one of a key goes before; an empty list of them drops those so far.
+    """
+    merged = {name: value for level in levels for name, value in level.items() if name in ASKED}
+    settings: list[str] = []
+    for level in levels[1:]:
+        if SETTINGS in level:
+            settings = [*settings, *level[SETTINGS]] if level[SETTINGS] else []
+    return merged | {SETTINGS: settings}
+
+
+def _values(context: click.Context, file: Path, table: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+    """The keys of a table as parameters of the command, of the types that these have."""
+    parameters = {_key(parameter): parameter for parameter in context.command.params if parameter.name in names}
+    for key in table:
+        if key not in parameters:
+            raise ConfigError(f"{file}: {unknown_name('key', key, parameters)}")
+    return {parameters[key].name or "": _cast(context, file, key, parameters[key], table[key]) for key in table}
+
+
+def _key(parameter: click.Parameter) -> str:
+    """What an option is called in a file: `ranks_per_node` of --ranks-per-node."""
+    return parameter.opts[0].removeprefix("--").replace("-", "_")
+
+
+def _cast(context: click.Context, file: Path, key: str, parameter: click.Parameter, value: Any) -> Any:
+    is_list = isinstance(value, list)
+    if isinstance(value, dict) or (is_list and not parameter.multiple):
+        raise ConfigError(f"{file}: {key} takes one value, not {value!r}")
+    words = [str(each) for each in value] if is_list else str(value)
+    try:
+        return parameter.process_value(context, [words] if parameter.multiple and not is_list else words)
+    except click.UsageError as error:
+        raise ConfigError(f"{file}: {key} = {value!r}: {error.message.rstrip('.')}") from None
+
+
+def _planned(label: str, asked: Mapping[str, Any]) -> PlannedComparison:
+    """The comparison, once each of its variants is found to make a scenario."""
+    options = dict(asked)
+    variants, repeats = parse_variants(options.pop("systems")), options.pop("repeats")
+    _refuse_system(options[SETTINGS])
+    scenario = scenario_from(**options, system=variants[0].system)
+    for variant in variants:
+        check_system(variant.system)
+        variant.of(scenario)
+    return PlannedComparison.plan(label, scenario, variants, repeats)
+
+
+def _refuse_system(assignments: Sequence[str]) -> None:
+    for assignment in assignments:
+        if assignment.partition("=")[0] == SYSTEM:
+            raise ConfigError(f"--set {assignment!r}: here {SYSTEM} is a list; use --systems")
