@@ -13,12 +13,14 @@ from capricorn.errors import CapricornError
 
 from .ablate import ablate
 from .clean import clean
+from .compare import compare
 from .doctor import doctor
+from .export import export
 from .inspect import inspect
 from .list import list_names
+from .output import PROGRAM
 from .run import run
 
-PROGRAM = "capricorn-bench"
 INTERRUPTED = 130
 
 
@@ -28,7 +30,7 @@ def app() -> None:
     """Train a mixture of experts, checkpoint it in memory at every iteration, and measure what that costs."""
 
 
-for _command in (run, ablate, list_names, inspect, doctor, clean):
+for _command in (run, compare, export, ablate, list_names, inspect, doctor, clean):
     app.add_command(_command)
 
 

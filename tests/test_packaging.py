@@ -43,7 +43,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
 
 def test_the_wheel_ships_one_import_name_and_every_module(wheel: zipfile.ZipFile) -> None:
     names = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    expected = {"capricorn/py.typed"}
+    expected = {"capricorn/py.typed", "capricorn/report/page.html"}
     for folder, prefix in (("capricorn", ""), ("baselines", "capricorn/"), ("cli", "capricorn/")):
         expected |= {prefix + str(path.relative_to(ROOT)) for path in (ROOT / folder).rglob("*.py")}
     assert names == expected

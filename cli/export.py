@@ -1,0 +1,130 @@
+"""`capricorn-bench export`: finished runs and comparisons as tables, as a page, as figures and as a trace."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+import rich_click as click
+
+from capricorn.errors import ConfigError
+
+from .files import Outputs, all_or_nothing
+
+if TYPE_CHECKING:
+    from capricorn.report.comparison import Comparison
+    from capricorn.report.drawing import Picture
+    from capricorn.report.trace import TracedRun
+
+    Loaded: TypeAlias = Sequence[tuple[Comparison, Mapping[str, Sequence[Path]]]]
+
+HTML = "html"
+SUFFIXES = {".md": "md", ".csv": "csv", ".json": "json", ".tex": "latex", ".html": HTML}
+FORMATS = tuple(SUFFIXES.values())
+FIGURE_FORMATS = ("svg", "pdf", "png")
+
+
+@click.command()
+@click.argument("paths", nargs=-1, required=True, metavar="PATH...", type=click.Path(path_type=Path))
+@click.option("--format", "table", type=click.Choice(FORMATS), help="[default: by the suffix of --out, or else md]")
+@click.option("--out", type=click.Path(path_type=Path), help="file to write  [default: stdout]")
+@click.option(
+    "--figures",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="also write the figures into a folder",
+)
+@click.option("--figure-format", "kinds", type=click.Choice(FIGURE_FORMATS), multiple=True,
+              help="repeatable  [default: all]")  # fmt: skip
+@click.option("--trace", type=click.Path(path_type=Path), metavar="FILE", help="also write timelines, for Perfetto")
+def export(
+    paths: tuple[Path, ...], table: str | None, out: Path | None, figures: Path | None, kinds: tuple[str, ...],
+    trace: Path | None,
+) -> int:  # fmt: skip
+    """Turn finished runs and comparisons into tables, figures and traces: give their folders.
+
+    Runs that did the same work make a table; live, emulated and simulated ones are never mixed in one.
+    """
+    chosen = _format(table, out)
+    if kinds and figures is None:
+        raise ConfigError("--figure-format says nothing without --figures DIR")
+    if chosen == HTML and out is None and sys.stdout.isatty():
+        raise ConfigError("a page of HTML is nothing to read in a terminal: add --out report.html")
+    from capricorn.report.finished import load_comparisons
+
+    loaded = load_comparisons(paths)
+    with all_or_nothing() as outputs:
+        pictures = _draw(loaded) if figures or chosen == HTML else []
+        text = _render(chosen, loaded, pictures)
+        if figures:
+            _write_figures(outputs, figures, loaded, pictures, kinds or FIGURE_FORMATS)
+        if trace:
+            _write_trace(outputs, trace, loaded)
+        if out:
+            outputs.write(out, text.encode())
+    if out is None:
+        click.echo(text, nl=False)
+    for place in (out, figures, trace):
+        if place:
+            click.echo(f"wrote {place}", err=True)
+    return 0
+
+
+def _format(table: str | None, out: Path | None) -> str:
+    """What was asked for; by the suffix of the file if that is all there is.
+
+    Raises:
+        ConfigError: the two contradict each other, or no format has that suffix.
+    """
+    by_suffix = SUFFIXES.get(out.suffix.lower()) if out else None
+    if table and by_suffix and table != by_suffix:
+        raise ConfigError(f"--format {table} contradicts --out {out}, which is {by_suffix} by its suffix")
+    if out and not (table or by_suffix):
+        raise ConfigError(f"--out {out}: which format is that? end it in one of {', '.join(SUFFIXES)}, or add --format")
+    return table or by_suffix or "md"
+
+
+def _draw(loaded: Loaded) -> list[list[Picture]]:
+    from capricorn.report.figures import pictures
+
+    return [pictures(comparison, folders) for comparison, folders in loaded]
+
+
+def _render(chosen: str, loaded: Loaded, pictures: Sequence[Sequence[Picture]]) -> str:
+    comparisons = [comparison for comparison, _ in loaded]
+    if chosen == HTML:
+        from capricorn.report.page import as_html
+
+        return as_html(comparisons, pictures)
+    from capricorn.report.formats import as_csv, as_json, as_markdown
+    from capricorn.report.latex import as_latex
+
+    return {"md": as_markdown, "csv": as_csv, "json": as_json, "latex": as_latex}[chosen](comparisons)
+
+
+def _write_figures(
+    outputs: Outputs, folder: Path, loaded: Loaded, pictures: Sequence[Sequence[Picture]], kinds: Sequence[str]
+) -> None:
+    from capricorn.report.gallery import figure_files
+
+    comparisons = [comparison for comparison, _ in loaded]
+    for name, data in figure_files(comparisons, pictures, kinds).items():
+        outputs.write(folder / name, data)
+
+
+def _write_trace(outputs: Outputs, path: Path, loaded: Loaded) -> None:
+    from capricorn.report.trace import write_trace
+
+    with outputs.open(path) as file:
+        write_trace(file, _traced(loaded))
+
+
+def _traced(loaded: Loaded) -> list[TracedRun]:
+    """Every run once, in the order of tables."""
+    from capricorn.records import read_run
+    from capricorn.report.trace import TracedRun
+
+    runs = {folder: label for _, folders in loaded for label, each in folders.items() for folder in each}
+    return [TracedRun(label, read_run(folder), folder) for folder, label in runs.items()]
