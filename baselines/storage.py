@@ -1,4 +1,4 @@
-"""The modelled file system behind the storage interfaces of the real libraries: TorchSnapshot and torch's DCP.
+"""The modelled file system behind the storage interface of TorchSnapshot; that of torch's DCP is in `dcp_storage`.
 
 Bytes go to a real folder, after (when written) or before (when read) the time that they would take. Knows no system.
 """
@@ -6,15 +6,10 @@ Bytes go to a real folder, after (when written) or before (when read) the time t
 from __future__ import annotations
 
 import asyncio
-import io
-import os
-from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torchsnapshot.io_types import ReadIO, WriteIO
 from torchsnapshot.storage_plugins.fs import FSStoragePlugin
 
@@ -56,6 +51,10 @@ class PacedPlugin(FSStoragePlugin):
         await super().read(read_io)
         await self._charge(read_io.buf.getbuffer().nbytes)
 
+    def give_up(self) -> None:
+        """Makes what is on its way fail."""
+        self._storage.close()
+
     async def close(self) -> None:
         self._executor.shutdown()
         self._storage.close()
@@ -63,54 +62,3 @@ class PacedPlugin(FSStoragePlugin):
     async def _charge(self, num_bytes: Bytes) -> None:
         # Beside the event loop, which has other files to move meanwhile.
         await asyncio.get_running_loop().run_in_executor(self._executor, self._storage.charge, num_bytes)
-
-
-class PacedWriter(FileSystemWriter):
-    """DCP's own writer of files, charged for what it writes; `options` are those of `FileSystemWriter`."""
-
-    def __init__(self, path: Path, storage: Storage, **options: Any) -> None:
-        super().__init__(path, **options)
-        self.fs = _PacedFileSystem(storage)
-
-
-class PacedReader(FileSystemReader):
-    """DCP's own reader of files, charged for what it reads."""
-
-    def __init__(self, path: Path, storage: Storage) -> None:
-        super().__init__(path)
-        self.fs = _PacedFileSystem(storage)
-
-
-class _PacedFileSystem(FileSystem):
-    """DCP's local files, each charged."""
-
-    def __init__(self, storage: Storage) -> None:
-        self._storage = storage
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
-        raw = _PacedFile(path, mode, self._storage)
-        with io.BufferedWriter(raw) if raw.writable() else io.BufferedReader(raw) as stream:
-            yield stream
-
-
-class _PacedFile(io.FileIO):
-    """An unbuffered file, so what is charged is what passes between the process and its file system."""
-
-    def __init__(self, path: str | os.PathLike[str], mode: str, storage: Storage) -> None:
-        super().__init__(os.fspath(path), mode)
-        self._storage = storage
-
-    def write(self, data: Any) -> int:
-        self._storage.charge(memoryview(data).nbytes)
-        return super().write(data)
-
-    def readinto(self, place: Any) -> int:
-        num_bytes = super().readinto(place)
-        self._storage.charge(num_bytes)
-        return num_bytes
-
-    def readall(self) -> bytes:
-        data = super().readall()
-        self._storage.charge(len(data))
-        return data

@@ -46,6 +46,32 @@ SYSTEMS: dict[str, SystemInfo] = {
     "gemini-staged": SystemInfo(
         "capricorn.baselines.gemini:GeminiStaged", "Gemini's plan, sent from the local copy as capricorn does", MEMORY
     ),
+    "lm-resiliency": SystemInfo(
+        "capricorn.baselines.lm_resiliency:LmResiliency",
+        "lm-resiliency, by Gemini's first author: copied after the update, then exchanged with a peer",
+        MEMORY,
+        needs="lm_resiliency",
+        extra="peers",
+    ),
+    "torchsnapshot": SystemInfo(
+        "capricorn.baselines.torch_snapshot:TorchSnapshot", "TorchSnapshot 0.1.0: staged, then written beside", FILES
+    ),
+    "dcp-async": SystemInfo(
+        "capricorn.baselines.torch_dcp:DcpAsync", "torch.distributed.checkpoint, written beside training", FILES
+    ),
+    "dcp": SystemInfo(
+        "capricorn.baselines.torch_dcp:Dcp", "torch.distributed.checkpoint, while training waits", FILES
+    ),
+    "torch-save": SystemInfo(
+        "capricorn.baselines.torch_save:TorchSave", "torch.save, a file a rank, while training waits", FILES
+    ),
+    "torch-checkpointing": SystemInfo(
+        "capricorn.baselines.torch_checkpointing:TorchCheckpointing",
+        "Meta's torch_checkpointing: written by a process beside training",
+        FILES,
+        needs="torch_checkpointing",
+        extra="peers",
+    ),
     "capricorn": SystemInfo(
         "capricorn.runtime.replicating:ReplicatingSystem", "chunks planned into the idle spans of each layer", MEMORY
     ),

@@ -50,3 +50,4 @@ class DcpConfig(Frozen):
     """Settings of torch.distributed.checkpoint."""
 
     mode: Literal["thread", "process"] = Field(default="thread", description="who writes in dcp-async")
+    threads: int = Field(default=1, ge=1, description="threads that write, a rank, each a file of its own")

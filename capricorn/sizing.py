@@ -20,6 +20,9 @@ NUM_SLOTS = 2
 SLOT_OVERHEAD_BYTES = 32 * KIB
 """Of a slot: header page, checksum table, random state, step counts, padding, and its share of the manifest."""
 
+FILE_SYSTEMS = frozenset({"torchsnapshot", "torch-save", "dcp", "dcp-async", "torch-checkpointing"})
+"""Systems that write files instead of keeping replicas in memory."""
+
 MLA_Q_RANK, MLA_KV_RANK, MLA_ROPE_DIM = 1536, 512, 64
 """Latent widths of multi-head latent attention. Source: DeepSeek-V3, section 4.2."""
 
@@ -91,7 +94,8 @@ class Needs:
     process_bytes: Bytes
     """Host memory of all processes on this machine, training state included when the device is the CPU."""
     store_bytes: Bytes
-    """tmpfs of this machine: replicas x 2 slots x the state of the owners it hosts."""
+    """tmpfs of this machine: replicas x 2 slots x the state of the owners it hosts; of a system that writes files, what
+    it keeps and what it is writing, if they lie there."""
 
     @property
     def host_bytes(self) -> Bytes:
@@ -101,7 +105,7 @@ class Needs:
 
 def needs_of(scenario: Scenario, *, cuda: bool) -> Needs:
     """What the scenario takes on this machine (all its nodes when they are emulated, one when real)."""
-    model, topology, system = scenario.model, scenario.topology, scenario.system
+    model, topology = scenario.model, scenario.topology
     held = len(expert_split(model.num_experts, topology.world_size)[0]) * num_moe_layers(model) * expert_params(model)
     dense = dense_params(model)
     dense_share = -(-dense // topology.world_size)
@@ -110,9 +114,18 @@ def needs_of(scenario: Scenario, *, cuda: bool) -> Needs:
     nodes_here = 1 if scenario.launch.nnodes else topology.num_nodes
     ranks_here = nodes_here * topology.ranks_per_node
     processes = AGENT_BYTES * (nodes_here + 1) + (WORKER_BYTES + (0 if cuda else device)) * ranks_here
-    checkpoints = system.name != "none" and system.every > 0
-    state = STATE_BYTES_PER_PARAM * total_params(model) * nodes_here // topology.num_nodes
-    store = state * NUM_SLOTS * system.replicas if checkpoints else 0
-    slots = NUM_SLOTS * system.replicas * ranks_here
-    overhead = slots * (SLOT_OVERHEAD_BYTES + 8 * (shard // system.block_bytes)) if checkpoints else 0
-    return Needs(shard, device, processes, store + overhead)
+    return Needs(shard, device, processes, _store_bytes(scenario, nodes_here, shard))
+
+
+def _store_bytes(scenario: Scenario, num_nodes: int, shard_bytes: Bytes) -> Bytes:
+    """tmpfs that so many of the nodes take."""
+    topology, system, storage = scenario.topology, scenario.system, scenario.storage
+    if system.name == "none" or not system.every:
+        return 0
+    state_bytes = STATE_BYTES_PER_PARAM * total_params(scenario.model)
+    if system.name in FILE_SYSTEMS:
+        return (storage.keep + 1) * state_bytes if storage.medium == "tmpfs" else 0
+    num_copies = NUM_SLOTS * system.replicas
+    slot_overhead_bytes = SLOT_OVERHEAD_BYTES + 8 * (shard_bytes // system.block_bytes)
+    overhead_bytes = num_copies * num_nodes * topology.ranks_per_node * slot_overhead_bytes
+    return state_bytes * num_nodes // topology.num_nodes * num_copies + overhead_bytes

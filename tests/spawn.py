@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 # A server that has imported torch but computed nothing: its children start at once, and no thread is lost in a fork.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "fairscale.optim", "fairscale.nn.moe"])
+PRELOADED = ["torch", "fairscale.optim", "fairscale.nn.moe"]
+CONTEXT.set_forkserver_preload(PRELOADED)
 
 
 def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, deadline_s: float = 60.0) -> list[Any]:

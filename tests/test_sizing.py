@@ -6,8 +6,11 @@ import pytest
 
 from capricorn.cluster import ClusterConfig
 from capricorn.config import LaunchConfig, Scenario, SystemConfig
+from capricorn.registry import FILES, SYSTEMS
 from capricorn.resolve import load_model
+from capricorn.settings import StorageConfig
 from capricorn.sizing import (
+    FILE_SYSTEMS,
     NUM_SLOTS,
     SLOT_OVERHEAD_BYTES,
     STATE_BYTES_PER_PARAM,
@@ -67,6 +70,19 @@ def test_the_store_holds_two_slots_of_each_replica() -> None:
 @pytest.mark.parametrize("system", [SystemConfig(name="none"), SystemConfig(every=0)])
 def test_without_checkpoints_there_is_no_store(system: SystemConfig) -> None:
     assert needs_of(scenario(system=system), cuda=False).store_bytes == 0
+
+
+@pytest.mark.parametrize("name", sorted(FILE_SYSTEMS))
+def test_systems_that_write_files_take_tmpfs_only_for_files_that_lie_there(name: str) -> None:
+    total = STATE_BYTES_PER_PARAM * total_params(load_model("mixtral-tiny"))
+    system = SystemConfig(name=name)
+    on = {medium: scenario(system=system, storage=StorageConfig(medium=medium, keep=3)) for medium in ("disk", "tmpfs")}
+    assert needs_of(on["disk"], cuda=False).store_bytes == 0
+    assert needs_of(on["tmpfs"], cuda=False).store_bytes == 4 * total
+
+
+def test_the_systems_that_write_files_are_those_that_restore_from_them() -> None:
+    assert {name for name, info in SYSTEMS.items() if info.tiers == FILES} == FILE_SYSTEMS
 
 
 def test_a_real_machine_needs_its_own_share_only() -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from capricorn.baselines.storage import PacedReader, PacedWriter, storage_options
+from capricorn.baselines.dcp_storage import PacedReader, PacedWriter
+from capricorn.baselines.storage import storage_options
 from torchsnapshot import Snapshot, StateDict
 
 from capricorn.emulation.link import BURST_S

@@ -1,0 +1,38 @@
+"""torch.distributed.checkpoint, the real library, as systems: written while training waits, or beside it."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from capricorn.runtime.state import FlatState
+from capricorn.system import JobContext
+
+from .dcp_async import DcpProcess, DcpThread
+from .dcp_library import DcpLibrary
+from .files import FileCheckpoints
+from .library import Library
+
+
+class Dcp(FileCheckpoints):
+    """`dcp.save` of every checkpoint.
+
+    Source: torch.distributed.checkpoint of the torch that is installed.
+    """
+
+    name: ClassVar[str] = "dcp"
+    library: ClassVar[type[Library]] = DcpLibrary
+    notes: ClassVar[tuple[str, ...]] = ("a flipped bit loads without a word",)
+
+
+class DcpAsync(FileCheckpoints):
+    """`dcp.async_save` of every checkpoint, by a thread or a process.
+
+    Source: torch.distributed.checkpoint of the torch that is installed.
+    """
+
+    name: ClassVar[str] = "dcp-async"
+    notes: ClassVar[tuple[str, ...]] = Dcp.notes
+
+    def attach(self, job: JobContext, state: FlatState) -> None:  # type: ignore[override]
+        self.library = DcpProcess if job.dcp.mode == "process" else DcpThread  # type: ignore[misc]
+        super().attach(job, state)
