@@ -118,7 +118,7 @@ def needs_of(scenario: Scenario, *, cuda: bool) -> Needs:
 
 
 def _store_bytes(scenario: Scenario, num_nodes: int, shard_bytes: Bytes) -> Bytes:
-    """tmpfs that so many of the nodes take."""
+    """What so many of the nodes take of tmpfs."""
     topology, system, storage = scenario.topology, scenario.system, scenario.storage
     if system.name == "none" or not system.every:
         return 0
