@@ -139,7 +139,7 @@ class _Panel(_Quiet):
 
 
 TRAINING = "training"
-NAMES = ("loss", "iteration", "local tier", "stall", "peer tier", "sent", "failed saves", "memory")
+NAMES = ("loss", "iteration", "local tier", "stall", "complete", "sent", "failed saves", "memory")
 """What the panel shows, two to a row."""
 _STATUS = {"started": "starting", "ready": "starting", "failed": "restarting", "finished": "finishing"}
 
@@ -167,7 +167,7 @@ def _values(latest: Snapshot | None) -> dict[str, str]:
         "loss": f"{latest.loss:.4f}",
         "iteration": format_seconds(latest.duration_s),
         "local tier": str(latest.latest_local or "-"),
-        "peer tier": _peer_tier(latest),
+        "complete": _complete(latest),
         "stall": format_seconds(latest.stall_s),
         "sent": f"{format_bytes(latest.sent_bytes_per_s)}/s",
         "failed saves": str(latest.failed_saves),
@@ -175,8 +175,8 @@ def _values(latest: Snapshot | None) -> dict[str, str]:
     }
 
 
-def _peer_tier(latest: Snapshot) -> str:
-    """The newest iteration that is complete in all its replicas, and how far behind that is."""
+def _complete(latest: Snapshot) -> str:
+    """The newest iteration that every rank could restore, and how far behind that is."""
     return f"{latest.latest_complete}, lag {latest.lag}" if latest.latest_complete else "-"
 
 
@@ -184,7 +184,7 @@ def _line(latest: Snapshot, iterations: int) -> str:
     values = _values(latest)
     return (
         f"iteration {latest.iteration}/{iterations}  loss {values['loss']}  {values['iteration']}  "
-        f"stall {values['stall']}  local {values['local tier']}  peers {values['peer tier']}  "
+        f"stall {values['stall']}  local {values['local tier']}  complete {values['complete']}  "
         f"sent {values['sent']}  memory {values['memory']}"
     )
 

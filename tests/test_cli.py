@@ -238,7 +238,7 @@ def test_a_pipe_gets_plain_lines_and_the_result(
     printed = capsys.readouterr().out
     assert "\x1b" not in printed
     assert re.search(
-        r"^iteration 3/4  loss 5.0000  0.5 s  stall 10 ms  local 3  peers 3, lag 0 ", printed, re.MULTILINE
+        r"^iteration 3/4  loss 5.0000  0.5 s  stall 10 ms  local 3  complete 3, lag 0 ", printed, re.MULTILINE
     )
     assert "requested 4 = effective 4" in printed
     assert str(tmp_path / "run1") in printed
