@@ -1,372 +1,119 @@
-"""The systems around open-source libraries of the extra `peers`: what survives, what is bounded, what is left."""
+"""The extra `peers`: the system around torch_checkpointing, real runs of both, and what is said where it is missing."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import shutil
-import signal
-import threading
-import time
-from functools import partial
+from contextlib import closing
 from pathlib import Path
-from typing import Any, NoReturn, cast
-from unittest.mock import patch
+from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from capricorn.cli.main import main
 
 from capricorn import registry
-from capricorn.config import SystemConfig
-from capricorn.errors import CapricornError, ConfigError, NoCompleteCheckpointError
-from capricorn.hooks import NO_LAYER, OpKey
-from capricorn.registry import SYSTEMS, load_system
-from capricorn.runtime.state import FlatState
-from capricorn.settings import StorageConfig
-from capricorn.system import JobContext, PacedRoute
-from capricorn.topology import Topology
+from capricorn.emulation.storage import Storage
+from capricorn.errors import NoCompleteCheckpointError
+from capricorn.registry import SYSTEMS
 from tests import runs
+from tests.peers import Toy, job_of, left_over
 from tests.spawn import run_ranks
 
-try:
-    from lm_resiliency.checkpointing import disk
-    from lm_resiliency.checkpointing.copy import AsyncDeviceCopier
-    from lm_resiliency.checkpointing.replication import ChunkedGlooBackend
-except ImportError:
-    disk = None
-
-SIZE = 300_000
-LM = "lm-resiliency"
-REDUCE = OpKey(NO_LAYER, "backward", "reduce")
-
+LM, TC = "lm-resiliency", "torch-checkpointing"
 needs_lm = pytest.mark.skipif(not SYSTEMS[LM].is_installed, reason=SYSTEMS[LM].install)
+needs_tc = pytest.mark.skipif(not SYSTEMS[TC].is_installed, reason=SYSTEMS[TC].install)
+CLOCKS = "storage"
 
 
-def job_of(rank: int, num_nodes: int, folder: Path, attempt: int = 0, **config: Any) -> JobContext:
-    group = dist.group.WORLD if dist.is_initialized() else None
-    (store := folder / f"node{rank}").mkdir(exist_ok=True)
-    (files := folder / "files").mkdir(exist_ok=True)
-    return JobContext(
-        run_id="run",
-        attempt=attempt,
-        topology=Topology(num_nodes, 1),
-        rank=rank,
-        device=torch.device("cpu"),
-        control_group=cast(dist.ProcessGroup, group),
-        config=SystemConfig.model_validate({"replicas": min(2, num_nodes), "timeout_s": 5.0} | config),
-        store_dir=store,
-        address="127.0.0.1",
-        files_dir=files,
-        storage=StorageConfig(),
-    )
-
-
-class Toy:
-    """A job whose state after iteration i is the number 100 * i + rank, everywhere."""
-
-    def __init__(self, system: str, job: JobContext) -> None:
-        self.job, self.rank = job, job.rank
-        self.weights, self.position = torch.full((SIZE,), float(job.rank)), torch.tensor(0)
-        self.restored_position = -1
-        self.before = left_over()
-        self.system = load_system(system)()
-        self.system.attach(job, self.state())
-
-    def state(self) -> FlatState:
-        tensors = {"w": self.weights, f"own/{self.rank}": torch.full((3, self.rank + 1), 7, dtype=torch.bfloat16)}
-        return FlatState(tensors, capture=lambda: {"position": self.position}, publish=self._publish)
-
-    def _publish(self, values: Any) -> None:
-        self.restored_position = int(values["position"])
-
-    def train(self, first: int, last: int) -> None:
-        for iteration in range(first, last + 1):
-            self.position.fill_(-1)  # changes at any time in an iteration
-            self.system.on_op_begin(REDUCE)
-            self.system.before_update(iteration)
-            self.weights.fill_(100.0 * iteration + self.rank)
-            self.position.fill_(iteration)
-            self.system.after_update(iteration)
-
-    def holds(self, iteration: int) -> bool:
-        return bool((self.weights == 100.0 * iteration + self.rank).all()) and self.restored_position == iteration
-
-    def complaint(self) -> str:
-        """What `drain` says of failed saves."""
-        try:
-            self.system.drain(10.0)
-        except CapricornError as error:
-            return str(error)
-        return ""
-
-
-def left_over() -> list[Any]:
-    """What a system might leave in this process: threads, process groups, children, handlers of signals."""
-    threads = sorted(thread.name for thread in threading.enumerate())
-    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    return [threads, len(dist.distributed_c10d._world.pg_map), children, handlers]
-
-
-# --- lm-resiliency
-
-
-def save_and_restore(rank: int, num_nodes: int, folder: str, system: str, lost: tuple[int, ...]) -> list[Any]:
-    toy = Toy(system, job_of(rank, num_nodes, Path(folder)))
-    toy.train(1, 5)
-    toy.system.drain(10.0)
-    completed, counters = toy.system.take_completed(), toy.system.counters()
-    kinds = {event.kind for event in toy.system.take_events()}
+def write_and_restore(rank: int, num_nodes: int, folder: str) -> list[Any]:
+    """The process that writes is killed before iteration 3 is; a modelled storage is charged for the rest."""
+    job = dataclasses.replace(job_of(rank, num_nodes, Path(folder), timeout_s=20.0), storage_dir=Path(folder) / CLOCKS)
+    toy = Toy(TC, job)
+    toy.train(1, 2)
+    toy.system.drain(20.0)
+    for child in left_over()[2]:
+        child.kill()
+    toy.train(3, 5)
+    complaint = toy.complaint()
+    completed, sent_bytes = toy.system.take_completed(), toy.system.counters().sent_bytes
     toy.system.close()
     toy.system.close()
     left = left_over() == toy.before
     dist.barrier()
-    if rank in lost:
-        shutil.rmtree(toy.job.store_dir)
-    again = Toy(system, job_of(rank, num_nodes, Path(folder), attempt=1))
+    folders = sorted(path.name for path in (Path(folder) / "files").iterdir())
+    again = Toy(TC, dataclasses.replace(job, attempt=1))
     report = again.system.restore()
     restored = again.holds(report.iteration)
-    again.train(report.iteration + 1, report.iteration + 2)
-    again.system.drain(10.0)
-    latest = again.system.latest_complete()
     again.system.close()
-    moved = counters.staged_bytes > 0, counters.sent_bytes > 0
-    return [completed, report.iteration, list(report.sources), restored, latest, left, moved, kinds]
+    with closing(Storage(Path(folder) / CLOCKS, rank)) as storage:
+        is_charged = storage.charged_bytes >= sent_bytes
+    return [completed, complaint, report.iteration, list(report.sources), restored, left, folders, is_charged]
 
 
-@needs_lm
-@pytest.mark.parametrize(("num_nodes", "lost"), [(1, ()), (2, ()), (2, (1,)), (4, (0, 3))])
-def test_the_last_iteration_is_restored_after_nodes_are_lost(
-    tmp_path: Path, num_nodes: int, lost: tuple[int, ...]
-) -> None:
-    results = run_ranks(save_and_restore, num_nodes, str(tmp_path), LM, lost)
-    for completed, iteration, sources, restored, latest, left, moved, kinds in results:
-        assert completed == [1, 2, 3, 4, 5]
-        assert iteration == 5
-        assert sources == ["peer" if rank in lost else "local" for rank in range(num_nodes)]
-        assert restored
-        assert latest == 7
+@needs_tc
+def test_a_save_whose_process_is_killed_is_counted_and_another_process_writes_the_next(tmp_path: Path) -> None:
+    Storage.create(tmp_path / CLOCKS, 2, 1e9, None)
+    for completed, complaint, iteration, sources, restored, left, folders, is_charged in run_ranks(
+        write_and_restore, 2, str(tmp_path)
+    ):
+        assert completed == [1, 2, 4, 5]
+        assert "1 saves failed" in complaint
+        assert "iteration 3" in complaint
+        assert (iteration, sources, restored) == (5, ["persistent"] * 2, True)
         assert left
-        assert moved == (True, num_nodes > 1)
-        assert kinds == ({"stage", "send"} if num_nodes > 1 else {"stage"})
+        assert [name for name in folders if name.startswith("iteration-")] == [
+            "iteration-00000004",
+            "iteration-00000005",
+        ]
+        assert is_charged
 
 
-def lose_a_pair(rank: int, num_nodes: int, folder: str) -> list[Any]:
-    toy = Toy(LM, job_of(rank, num_nodes, Path(folder)))
-    toy.train(1, 2)
-    toy.system.close()
+def find_unfinished(rank: int, num_nodes: int, folder: str) -> list[str]:
+    """A job starts after one that was killed while it wrote."""
+    job = job_of(rank, num_nodes, Path(folder), timeout_s=20.0)
+    assert job.files_dir is not None
+    if rank == 0:
+        (job.files_dir / "tmp_iteration-00000009").mkdir()
+        (job.files_dir / "tmp_iteration-00000009" / "state_0.pt").write_bytes(b"half")
     dist.barrier()
-    if rank < 2:
-        shutil.rmtree(toy.job.store_dir)
-    again = Toy(LM, job_of(rank, num_nodes, Path(folder), attempt=1))
+    toy = Toy(TC, job)
     try:
-        again.system.restore()
-    except NoCompleteCheckpointError as error:
-        return [str(error), left_files(again.job)]
+        toy.system.restore()
+    except NoCompleteCheckpointError:
+        return sorted(path.name for path in job.files_dir.iterdir())
     finally:
-        again.system.close()
+        toy.system.close()
     return ["restored"]
 
 
-def left_files(job: JobContext) -> list[str]:
-    return sorted(path.name for path in job.store_dir.rglob("*.pt"))
+@needs_tc
+def test_what_was_half_written_is_neither_restored_nor_kept(tmp_path: Path) -> None:
+    assert run_ranks(find_unfinished, 2, str(tmp_path)) == [[], []]
 
 
-@needs_lm
-def test_a_pair_that_is_lost_together_is_named_and_nothing_stale_stays(tmp_path: Path) -> None:
-    for message, files in run_ranks(lose_a_pair, 4, str(tmp_path)):
-        assert "rank 0, 1 has no copy" in message
-        assert files == []
-
-
-def slow_exchange(rank: int, num_nodes: int, folder: str) -> list[Any]:
-    """The exchange of iteration 5 begins when update 6 has come and gone; rank 1 then loses its node."""
-    delay(0.3)
-    toy = Toy(LM, job_of(rank, num_nodes, Path(folder), every=5))
-    toy.train(1, 6)
-    toy.system.drain(10.0)
-    toy.system.close()
-    dist.barrier()
-    if rank == 1:
-        shutil.rmtree(toy.job.store_dir)
-    again = Toy(LM, job_of(rank, num_nodes, Path(folder), attempt=1))
-    report = again.system.restore()
-    restored = again.holds(report.iteration)
-    again.system.close()
-    return [report.iteration, list(report.sources), restored]
-
-
-def delay(seconds: float) -> None:
-    original = ChunkedGlooBackend.send
-
-    def send(self: ChunkedGlooBackend, tensors: list[torch.Tensor], step: int, meta: bytes = b"") -> None:
-        time.sleep(seconds)
-        original(self, tensors, step, meta)
-
-    ChunkedGlooBackend.send = send  # type: ignore[method-assign]
-
-
-@needs_lm
-def test_no_update_tears_what_the_peer_is_sent(tmp_path: Path) -> None:
-    assert run_ranks(slow_exchange, 2, str(tmp_path)) == [[5, ["local", "peer"], True]] * 2
-
-
-def mute(rank: int, num_nodes: int, folder: str) -> list[Any]:
-    """Rank 1 says nothing to its peer from iteration 3 on, trains on, and loses its node at the end."""
-    if rank == 1:
-        silence(3)
-    toy = Toy(LM, job_of(rank, num_nodes, Path(folder), timeout_s=1.0))
-    toy.train(1, 6)
-    completed, counters, complaint = toy.system.take_completed(), toy.system.counters(), toy.complaint()
-    toy.system.close()
-    left = left_over() == toy.before
-    dist.barrier()
-    if rank == 1:
-        shutil.rmtree(toy.job.store_dir)
-    again = Toy(LM, job_of(rank, num_nodes, Path(folder), attempt=1))
-    report = again.system.restore()
-    restored = again.holds(report.iteration)
-    again.system.close()
-    return [completed, counters.failed_saves, complaint, left, report.iteration, list(report.sources), restored]
-
-
-def silence(iteration: int) -> None:
-    original = ChunkedGlooBackend.send
-
-    def send(self: ChunkedGlooBackend, tensors: list[torch.Tensor], step: int, meta: bytes = b"") -> None:
-        if step >= iteration:
-            raise RuntimeError("no word")
-        original(self, tensors, step, meta)
-
-    ChunkedGlooBackend.send = send  # type: ignore[method-assign]
-
-
-@needs_lm
-def test_a_silent_peer_costs_checkpoints_but_no_training_and_not_the_last_complete_one(tmp_path: Path) -> None:
-    for completed, failed, complaint, left, iteration, sources, restored in run_ranks(mute, 2, str(tmp_path)):
-        assert completed == [1, 2]
-        assert failed == 4
-        assert "iteration 6: not tried" in complaint
-        assert left
-        assert (iteration, sources, restored) == (2, ["local", "peer"], True)
-
-
-class Left(Exception):  # noqa: N818 - what a worker raises on SIGTERM
-    """The worker ends."""
-
-
-def leave(signum: int, frame: object) -> NoReturn:
-    raise Left
-
-
-def terminated(rank: int, num_nodes: int, folder: str, amid_copy: bool) -> list[Any]:
-    """SIGTERM after iteration 3, or when half of iteration 4 is copied; another one while files are written."""
-    signal.signal(signal.SIGTERM, leave)
-    toy = Toy(LM, job_of(rank, num_nodes, Path(folder)))
-    toy.train(1, 3)
-    toy.system.drain(5.0)
-    last = partial(toy.train, 4, 4) if amid_copy else terminate
-    with (
-        patch.object(disk, "_fsync_directory", terminate),
-        patch.object(AsyncDeviceCopier, "start_copy", copy_half),
-        pytest.raises(Left),
-    ):
-        last()
-    written = [path.parent.name for path in toy.job.store_dir.rglob(f"rank-{rank}.pt")]
-    toy.system.close()
-    dist.barrier()
-    again = Toy(LM, job_of(rank, num_nodes, Path(folder), attempt=1))
-    report = again.system.restore()
-    restored = again.holds(report.iteration)
-    again.system.close()
-    return [sorted(written), report.iteration, restored]
-
-
-def terminate(*arguments: object) -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def copy_half(copier: object, sources: list[torch.Tensor], places: list[torch.Tensor]) -> None:
-    places[0].copy_(sources[0])
-    terminate()
-
-
-@needs_lm
-@pytest.mark.parametrize(("amid_copy", "written"), [(False, ["step-2", "step-3"]), (True, ["step-3"])])
-def test_a_worker_that_is_told_to_end_leaves_files_of_whole_generations(
-    tmp_path: Path, amid_copy: bool, written: list[str]
-) -> None:
-    assert run_ranks(terminated, 2, str(tmp_path), amid_copy) == [[written, 3, True]] * 2
-
-
-def damaged(rank: int, num_nodes: int, folder: str) -> list[Any]:
-    """Rank 0's own file of iteration 3, the newest, gets a flipped bit."""
-    toy = Toy(LM, job_of(rank, num_nodes, Path(folder)))
-    toy.train(1, 3)
-    toy.system.drain(5.0)
-    toy.system.close()
-    if rank == 0:
-        (file,) = toy.job.store_dir.rglob("step-3/rank-0.pt")
-        runs.flip_byte(file, file.stat().st_size // 2)
-    dist.barrier()
-    again = Toy(LM, job_of(rank, num_nodes, Path(folder), attempt=1))
-    report = again.system.restore()
-    restored = again.holds(report.iteration)
-    again.system.close()
-    return [report.iteration, list(report.sources), restored, list(report.damaged)]
-
-
-@needs_lm
-def test_a_damaged_file_is_named_and_the_peer_has_the_state(tmp_path: Path) -> None:
-    first, second = run_ranks(damaged, 2, str(tmp_path))
-    assert first == [3, ["peer", "local"], True, ["rank 0's copy of iteration 3 on rank 0"]]
-    assert second == [3, ["peer", "local"], True, []]
-
-
-@needs_lm
-@pytest.mark.parametrize(
-    ("num_nodes", "replicas", "complaint"), [(3, 2, "an even number of nodes"), (4, 3, "--replicas 1, or 2")]
-)
-def test_what_the_library_cannot_pair_is_refused(tmp_path: Path, num_nodes: int, replicas: int, complaint: str) -> None:
-    job = job_of(0, num_nodes, tmp_path, replicas=replicas)
-    with pytest.raises(ConfigError, match=complaint):
-        load_system(LM)().attach(job, FlatState({}))
-
-
-@needs_lm
-def test_links_in_user_space_are_refused_with_what_to_do(tmp_path: Path) -> None:
-    job = dataclasses.replace(job_of(0, 2, tmp_path), routes={1: cast(PacedRoute, object())})
-    with pytest.raises(ConfigError, match=r"cluster\.links=namespaces"):
-        load_system(LM)().attach(job, FlatState({}))
-
-
-@needs_lm
-def test_a_killed_worker_is_restored_from_the_memory_of_its_peer(tmp_path: Path) -> None:
-    ended = runs.run(tmp_path, "--system", LM, "--fault", "kill@rank=1,iteration=11,op=iteration_end")
-    runs.assert_ok(ended)
-    assert ended.resumed in ([10], [11])
-    assert ended.sources == [["local", "peer"]]
-    losses = {(sample.rank, sample.iteration, sample.loss) for sample in ended.samples}
-    assert len(losses) == 40
+# --- runs
 
 
 @pytest.mark.slow
 @needs_lm
-@pytest.mark.parametrize("fault", ["kill@rank=0,iteration=11", "node-loss@node=1,iteration=11"])
-def test_losses_are_those_of_the_undisturbed_run(tmp_path: Path, fault: str) -> None:
+@needs_tc
+@pytest.mark.parametrize(("system", "sources"), [(LM, ["local", "peer"]), (TC, ["persistent", "persistent"])])
+@pytest.mark.parametrize("fault", ["kill@rank=1,iteration=11", "node-loss@node=1,iteration=11"])
+def test_losses_after_a_failure_are_those_of_the_undisturbed_run(
+    tmp_path: Path, system: str, sources: list[str], fault: str
+) -> None:
     reference = runs.run(tmp_path / "none", "--system", "none")
-    ended = runs.run(tmp_path / "lm", "--system", LM, "--fault", fault)
+    ended = runs.run(tmp_path / "peer", "--system", system, "--fault", fault)
     runs.assert_ok(ended)
     runs.assert_same_losses(ended, reference)
+    assert ended.sources == [sources]
 
 
 # --- without the extra
 
 
-@pytest.fixture(params=["lm-resiliency"])
+@pytest.fixture(params=[LM, TC])
 def missing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """A system whose library is not there."""
     module, find = SYSTEMS[request.param].needs, registry.util.find_spec
