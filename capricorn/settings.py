@@ -6,11 +6,12 @@ from typing import Final, Literal, Self
 
 from pydantic import Field, model_validator
 
-from capricorn.units import MIB
+from capricorn.units import KIB, MIB
 from capricorn.values import ByteCount, Frozen, require
 
 AUTO: Final = "auto"
 SWEEP: Final = "sweep"
+MIN_PART_BYTES: Final = KIB
 
 
 class GeminiConfig(Frozen):
@@ -27,6 +28,12 @@ class GeminiConfig(Frozen):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        part_bytes = self.buffer_bytes // self.num_buffers
+        require(
+            part_bytes >= MIN_PART_BYTES,
+            f"gemini.buffer_bytes = {self.buffer_bytes} leaves {part_bytes} bytes to each of {self.num_buffers} "
+            f"sub-buffers; use {MIN_PART_BYTES * self.num_buffers} or more, or a smaller gemini.num_buffers",
+        )
         is_named = isinstance(self.mu, str)
         require(is_named or 0 < float(self.mu) <= 1, f"gemini.mu = {self.mu}: a safety factor lies in (0, 1]")
         return self

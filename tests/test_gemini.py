@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capricorn.config import Scenario
-from capricorn.errors import ConfigError
+from capricorn.errors import CapricornError, ConfigError
 from capricorn.harness import tuning
 from capricorn.harness.launcher import RunListener
-from capricorn.planner.gemini import FACTORS, GeminiPlanner, gaps_s, num_swept, partition, swept_factor
+from capricorn.planner.gemini import FACTORS, UNPLANNED, GeminiPlanner, gaps_s, num_swept, partition, swept_factor
 from capricorn.planner.link import LinkModel
 from capricorn.planner.plan import Plan
 from capricorn.records import append
@@ -181,9 +181,9 @@ def test_a_sweep_tries_each_factor_as_often_and_the_first_plan_not_at_all() -> N
     assert set(tried) == set(FACTORS)
     assert len(set(tried.values())) == 1
     one = watched("sweep")
-    assert one.plan(4, LINK).limits == ()
+    assert [one.plan(4 + number, LINK).limits for number in range(UNPLANNED)] == [()] * UNPLANNED
     slow = LinkModel(0.0, 1e4)
-    plans = [one.plan(5 + number, slow) for number in range(len(FACTORS))]
+    plans = [one.plan(9 + number, slow) for number in range(len(FACTORS))]
     first = [plan.limits[0].num_bytes for plan in plans]
     assert first == sorted(first)
     assert first[0] < first[-1]
@@ -193,6 +193,12 @@ def test_a_sweep_tries_each_factor_as_often_and_the_first_plan_not_at_all() -> N
 def test_a_factor_out_of_range_is_refused(mu: float) -> None:
     with pytest.raises(ConfigError, match="safety factor"):
         build(GeminiConfig, {"mu": mu}, "gemini")
+
+
+@pytest.mark.parametrize("num_buffers", [2000, 40])
+def test_sub_buffers_of_nearly_nothing_are_refused(num_buffers: int) -> None:
+    with pytest.raises(ConfigError, match="a smaller"):
+        build(GeminiConfig, {"buffer_bytes": "32KiB", "num_buffers": num_buffers}, "gemini")
 
 
 # --- direct path -------------------------------------------------------------------------------------------------
@@ -342,8 +348,8 @@ def fake_launch(best: float) -> Any:
         folder = out / "sweep"
         folder.mkdir()
         for iteration in range(1, swept.train.iterations + 1):
-            # A checkpoint leaves in the iteration after its own; the first is that of iteration 21, unplanned.
-            factor = swept_factor(iteration - 23) if iteration >= 23 else 0.0
+            # A checkpoint leaves in the iteration after its own; the first are those of 21 and 22, unplanned.
+            factor = swept_factor(iteration - 24) if iteration >= 24 else 0.0
             for rank in range(2):
                 took_s = 1.0 + abs(factor - best) * (1 + rank)
                 append(folder / "iterations.jsonl", sample(iteration, rank, duration_s=took_s))
@@ -367,6 +373,11 @@ def test_nothing_is_tried_where_nothing_is_sent(tmp_path: Path) -> None:
     for fields in ({"replicas": 1}, {"every": 0}):
         tuned, run_id = tuning.tune(scenario(**fields), tmp_path, RunListener())
         assert (tuned.gemini.mu, run_id) == (1.0, "")
+
+
+def test_a_sweep_that_was_started_again_tells_nothing() -> None:
+    with pytest.raises(CapricornError, match="started again"):
+        tuning.durations_by_factor(GeminiConfig(), [sample(1), sample(1, attempt=1)])
 
 
 def test_only_gemini_without_a_factor_is_tuned() -> None:

@@ -41,6 +41,8 @@ from capricorn.report.recoveries import write_recoveries
 from capricorn.runtime.store import NodeStore, RunLock, find_stores
 
 TICK_S: Final = 0.1
+CHECKPOINTS: Final = "checkpoints"
+"""Of a run folder: what systems write that write files."""
 
 
 class RunListener:
@@ -81,9 +83,10 @@ def launch(scenario: Scenario, out: Path, listener: RunListener) -> Path:
                 try:
                     _Run(job, ground, listener, interrupts).run()
                 finally:
+                    if scenario.storage.medium == "disk" and not scenario.store.keep:
+                        # First, as they may have filled the disk; those on tmpfs go with the store.
+                        shutil.rmtree(run_dir / CHECKPOINTS, ignore_errors=True)
                     _finish_record(job, started)
-                    if job.files_dir is not None and not scenario.store.keep:
-                        shutil.rmtree(job.files_dir, ignore_errors=True)
             finally:
                 lock.release(keep=scenario.store.keep)
         finally:
@@ -108,7 +111,7 @@ def _make_job(scenario: Scenario, run_id: str, run_dir: Path, store_dir: Path, t
     if emulation is not None and (rate := emulation.storage_node_bytes_per_s) is not None:
         storage_dir = store_dir / "storage"
         Storage.create(storage_dir, cluster.nodes, rate, emulation.storage_total_bytes_per_s)
-    files_dir = run_dir / "checkpoints" if scenario.storage.medium == "disk" else store_dir / "files"
+    files_dir = run_dir / CHECKPOINTS if scenario.storage.medium == "disk" else store_dir / "files"
     files_dir.mkdir()
     return Job(
         run_id=run_id,

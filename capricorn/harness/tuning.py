@@ -54,9 +54,14 @@ def durations_by_factor(config: GeminiConfig, samples: Iterable[IterationSample]
     """By factor: how long the iterations were in which checkpoints left by a plan with it, on the slowest rank.
 
     A checkpoint leaves in the iteration after its own, and the first ones are not planned.
+
+    Raises:
+        CapricornError: some rank was started again, and planned anew.
     """
     slowest_s: dict[int, Seconds] = defaultdict(float)
     for sample in samples:
+        if sample.attempt:
+            raise CapricornError("the run that tries the factors was started again, so it tells nothing; set gemini.mu")
         slowest_s[sample.iteration] = max(slowest_s[sample.iteration], sample.duration_s)
     durations_s: dict[float, list[Seconds]] = defaultdict(list)
     for number in range(num_swept(config)):

@@ -20,8 +20,8 @@ FACTORS: Final = (0.3, 0.5, 0.7, 0.85, 1.0)
 """Safety factors that a sweep tries; the paper does not give the one it used."""
 _ROUND: Final = (*FACTORS, *reversed(FACTORS))
 """There and back, so that a machine that gets slower does so for all alike."""
-UNPLANNED: Final = 1
-"""First checkpoints sent without a plan, by which the link is measured."""
+UNPLANNED: Final = 2
+"""First checkpoints of a sweep that are sent without a factor: by them the link is measured."""
 
 
 def num_swept(config: GeminiConfig) -> int:
@@ -79,10 +79,11 @@ def _limits(chunks: Sequence[Chunk], spans_s: Sequence[Seconds]) -> tuple[Limit,
 
 
 class GeminiPlanner:
-    """Profiles the first iterations, and plans alike ever after; implements `Planner`.
+    """Profiles the first iterations, and takes the spans to stay as they were; implements `Planner`.
 
-    Source: Gemini, SOSP'23, section 5.2. Departs: started anew after a failure, it profiles again while checkpoints are
-    sent as soon as they can be, since the paper does not say that a profile survives.
+    Chunks follow the rate of the link, which is measured on line. Source: Gemini, SOSP'23, section 5.2. Departs:
+    started anew after a failure, it profiles again while checkpoints are sent as soon as they can be, since the paper
+    does not say that a profile survives.
     """
 
     drift, replanned = 0.0, False

@@ -1,4 +1,5 @@
-"""Carries out plans: one thread stages a checkpoint into its slot, one thread per host sends it from there.
+"""Carries out plans: one thread stages a checkpoint into its slot, one thread per host sends it from there, or from the
+live state.
 
 The threads run beside training and only copy, checksum and make system calls. Knows no collective: what is complete on
 all ranks is decided elsewhere.
@@ -80,6 +81,7 @@ class Executor:
     ) -> None:
         """Replicas are sent from the slot, block by block once it is staged, or from `live`."""
         self._live = live
+        self._last: Save | None = None
         self.staged_bytes: Bytes = 0
         self._gate = gate
         self._estimator = LinkEstimator()
@@ -108,7 +110,7 @@ class Executor:
 
     def start(self, iteration: int, keep: int, plan: Plan) -> Save:
         """Begins a checkpoint of the live state, which must stay as it is until it is staged and, if live, sent."""
-        save = Save(iteration, keep, plan, [link.host for link in self._links], self._live)
+        save = self._last = Save(iteration, keep, plan, [link.host for link in self._links], self._live)
         self._stager.mark()
         if self._live is not None:
             self._live.mark()
@@ -117,7 +119,7 @@ class Executor:
 
     def resend(self, iteration: int, plan: Plan, hosts: Sequence[int]) -> Save:
         """Sends a copy that is complete here to hosts that have lost theirs."""
-        save = Save(iteration, iteration, plan, [link.host for link in self._links if link.host in hosts])
+        save = self._last = Save(iteration, iteration, plan, [link.host for link in self._links if link.host in hosts])
         save.slot = self._store.read(self._owner, iteration)
         assert save.slot is not None
         save.advance(save.slot.layout.num_blocks)
@@ -132,9 +134,10 @@ class Executor:
         self._gate.hurry(True)
         try:
             if not save.wait_settled(timeout_s):
+                # First, so that no thread takes a closed link for one to be opened again: the update comes next.
+                save.give_up("replicas were not acknowledged within " + format_seconds(timeout_s))
                 for link in self._links:
                     link.close()
-                save.give_up("replicas were not acknowledged within " + format_seconds(timeout_s))
         finally:
             self._gate.hurry(False)
 
@@ -160,6 +163,8 @@ class Executor:
         """Lets a running staging finish (its state is still constant), ends everything else."""
         self._to_stage.put(None)
         self._threads[0].join(self._timeout_s)
+        if self._last is not None and not self._last.is_settled:
+            self._last.give_up("the system was closed")
         for link, queue in zip(self._links, self._to_send, strict=True):
             link.close()
             queue.put(None)
@@ -194,7 +199,7 @@ class Executor:
             try:
                 self._send(link, save)
                 save.finish_link()
-            except CapricornError as error:
+            except (CapricornError, OSError, RuntimeError) as error:  # also torch's, which copies the live state
                 link.close()
                 save.finish_link(str(error))
 
@@ -205,8 +210,8 @@ class Executor:
         try:
             if not save.wait_turn(link.host, self._timeout_s):
                 raise TransportError(f"the replicas before that on rank {link.host} did not get out")
-            if self._live is not None:
-                self._live.begin()
+            if save.live is not None:
+                save.live.begin()
             link.begin(save.iteration, save.keep)
             for chunk in save.plan.chunks:
                 if chunk.replica == replica:
@@ -214,6 +219,7 @@ class Executor:
         finally:
             save.end_turn(link.host)
             self._end(link, save)
+        _refuse_given_up(save)
         link.commit(save.iteration)
 
     def _send_chunk(self, link: ReplicaLink, save: Save, source: Source, chunk: Chunk) -> None:
@@ -225,6 +231,7 @@ class Executor:
                 raise StoreError(f"iteration {save.iteration} was not staged")
         is_overflow = chunk.span >= len(save.plan.limits)
         while start < stop:
+            _refuse_given_up(save)
             passed = self._gate.wait(link.host, stop - start, lambda: link.in_flight_bytes, is_overflow=is_overflow)
             transfer = self._transfers.get(link.host)
             if transfer is not None and (passed.has_waited or not transfer.may_go_on(passed)):
@@ -255,3 +262,9 @@ class Executor:
 
     def _note(self, kind: str, save: Save, begin_s: Seconds, num_bytes: int) -> None:
         self._events.append(ChunkEvent(kind, save.iteration, begin_s, time.perf_counter(), num_bytes))
+
+
+def _refuse_given_up(save: Save) -> None:
+    """Raises TransportError if what is sent may no longer be the state of its iteration."""
+    if save.is_given_up:
+        raise TransportError(f"iteration {save.iteration} was given up")

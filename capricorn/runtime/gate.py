@@ -124,7 +124,10 @@ class Gate:
                 self._changed.wait(min(left_s, threading.TIMEOUT_MAX))
             self._budget -= passing
             is_pressed = self._is_hurried or (self._is_overdue and not self._is_free)
-            return Passed(passing, has_waited, is_idle=not (is_pressed or self._is_free), is_pressed=is_pressed)
+            # By the plan alone a chunk may also pass while communication moves bytes.
+            may_be_idle = self._is_reactive or self._is_computing
+            is_idle = may_be_idle and not (is_pressed or self._is_free)
+            return Passed(passing, has_waited, is_idle=is_idle, is_pressed=is_pressed)
 
     def _passing_bytes(
         self, host: int, num_bytes: Bytes, in_flight_bytes: Callable[[], Bytes], is_overflow: bool

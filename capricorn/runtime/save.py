@@ -6,8 +6,8 @@ import threading
 from collections.abc import Sequence
 
 from capricorn.planner.plan import Plan
+from capricorn.runtime.direct import LiveSource
 from capricorn.runtime.slot import Slot
-from capricorn.runtime.transport import Source
 from capricorn.units import Seconds
 
 MAX_TURNS = 100
@@ -23,7 +23,9 @@ class Save:
         live: what replicas are sent from, where that is not the slot.
     """
 
-    def __init__(self, iteration: int, keep: int, plan: Plan, hosts: Sequence[int], live: Source | None = None) -> None:
+    def __init__(
+        self, iteration: int, keep: int, plan: Plan, hosts: Sequence[int], live: LiveSource | None = None
+    ) -> None:
         """`hosts` get a replica each, in this order."""
         self.live = live
         self.iteration, self.keep, self.plan = iteration, keep, plan
@@ -57,7 +59,7 @@ class Save:
         """
         with self._changed:
             self._changed.wait_for(lambda: self._is_given_up or self._turns[:1] == [host], MAX_TURNS * timeout_s)
-            return self._turns[:1] == [host]
+            return not self._is_given_up and self._turns[:1] == [host]
 
     def end_turn(self, host: int) -> None:
         """That host has been sent its replica, or will not be."""
@@ -98,6 +100,11 @@ class Save:
             self._is_given_up = True
             self.failures.append(failure)
             self._changed.notify_all()
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether nobody waits for it any more; what is sent from the live state may change from now on."""
+        return self._is_given_up
 
     @property
     def is_settled(self) -> bool:

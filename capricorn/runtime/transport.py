@@ -1,7 +1,7 @@
 """The owner's end of replication over TCP: a link to each host, to send replicas and to fetch them back.
 
-Pieces go straight from the mapped slot of the owner into the mapped slot of the host; a replica counts when the host
-has verified and acknowledged it. Knows no tensor and no training.
+Pieces go from the mapped slot of the owner, or from buffers of its live state, straight into the mapped slot of the
+host; a replica counts when the host has verified and acknowledged it. Knows no tensor and no training.
 """
 
 from __future__ import annotations
