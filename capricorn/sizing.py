@@ -113,8 +113,14 @@ def needs_of(scenario: Scenario, *, cuda: bool) -> Needs:
     device = 8 * (dense + held) + 8 * (held + dense_share) + activation_bytes(model, 2 if cuda else 4)
     nodes_here = 1 if scenario.launch.nnodes else topology.num_nodes
     ranks_here = nodes_here * topology.ranks_per_node
-    processes = AGENT_BYTES * (nodes_here + 1) + (WORKER_BYTES + (0 if cuda else device)) * ranks_here
+    buffers = min(scenario.gemini.buffer_bytes, scenario.gemini.num_buffers * shard) if _sends_live(scenario) else 0
+    processes = AGENT_BYTES * (nodes_here + 1) + (WORKER_BYTES + buffers + (0 if cuda else device)) * ranks_here
     return Needs(shard, device, processes, _store_bytes(scenario, nodes_here, shard))
+
+
+def _sends_live(scenario: Scenario) -> bool:
+    """Whether replicas are sent from the live state, through buffers."""
+    return scenario.system.name == "gemini" and scenario.system.every > 0 and scenario.system.replicas > 1
 
 
 def _store_bytes(scenario: Scenario, num_nodes: int, shard_bytes: Bytes) -> Bytes:

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from capricorn.errors import TransportError
 from capricorn.planner.link import LinkModel
 from capricorn.planner.plan import Chunk, Limit, Plan, tile
+from capricorn.runtime.direct import LiveSource
 from capricorn.runtime.executor import Executor
 from capricorn.runtime.gate import Gate
 from capricorn.runtime.handshake import Identity
@@ -21,7 +23,7 @@ from capricorn.runtime.slot import Layout
 from capricorn.runtime.staging import HostStager
 from capricorn.runtime.state import FlatState
 from capricorn.runtime.store import NodeStore
-from capricorn.runtime.transport import ReplicaLink
+from capricorn.runtime.transport import ReplicaLink, Source
 from capricorn.topology import Topology
 
 ME = Identity("run", 0, b"secret")
@@ -186,3 +188,109 @@ def test_a_gate_that_stays_closed_does_not_break_the_link(tmp_path: Path) -> Non
         save = rank.executor.start(1, 0, rank.plan([5000] * 4))
         assert save.wait_settled(DEADLINE_S)
         assert save.failures == []
+
+
+# --- the live state ----------------------------------------------------------------------------------------------
+
+
+class FakeLink:
+    """To a host that takes everything, opens again after it was closed, and remembers what it was sent."""
+
+    def __init__(self, host: int) -> None:
+        self.host, self.sent_bytes, self.in_flight_bytes = host, 0, 0
+        self.received = bytearray()
+        self.committed: list[int] = []
+
+    def begin(self, iteration: int, keep: int) -> None:
+        self.received.clear()
+
+    def send_range(self, iteration: int, source: Source, start: int, stop: int) -> None:
+        size = source.layout.block_bytes
+        for at in range(start, stop, size):
+            self.received += source.part(at, min(stop, at + size))
+
+    def commit(self, iteration: int) -> None:
+        self.committed.append(iteration)
+
+    def close(self) -> None:
+        """It opens again when something is sent."""
+
+
+class StalledLink(FakeLink):
+    """To a host that takes nothing until the link is closed."""
+
+    def __init__(self, host: int) -> None:
+        super().__init__(host)
+        self.closed = threading.Event()
+
+    def begin(self, iteration: int, keep: int) -> None:
+        assert self.closed.wait(DEADLINE_S)
+        raise TransportError("closed")
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+class FailingSource(LiveSource):
+    """Of a state that cannot be copied."""
+
+    def part(self, start: int, stop: int) -> memoryview:
+        raise RuntimeError("out of memory")
+
+
+def live_executor(
+    folder: Path, weights: torch.Tensor, links: Sequence[FakeLink], source: type[LiveSource] = LiveSource
+) -> Executor:
+    """An executor that sends the live weights."""
+    state = FlatState({"w": weights})
+    layout = Layout(state.num_bytes, BLOCK, state.digest)
+    store = NodeStore.create(folder / "node1", "run", 1, Topology(2, 1))
+    stager = HostStager(state, store.host(OWNER, layout))
+    live = source(state, layout, torch.device("cpu"), buffer_bytes=2 * BLOCK, num_buffers=2)
+    gate = Gate(is_reactive=False)
+    return Executor(
+        store, OWNER, 0, stager, links, gate=gate, timeout_s=DEADLINE_S, gives_way=False, live=live  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_once_an_update_waits_no_longer_nothing_of_the_live_state_is_sent_and_committed(
+    tmp_path: Path, is_closed: bool
+) -> None:
+    weights = torch.zeros(SIZE)
+    stalled, other = StalledLink(10), FakeLink(11)
+    executor = live_executor(tmp_path, weights, [stalled, other])
+    save = executor.start(7, 6, Plan(tile(4 * SIZE, 2, BLOCK)))
+    if is_closed:
+        executor.close()
+    else:
+        executor.settle(save, 0.1)
+        assert not save.is_complete
+    weights.fill_(1.0)  # the update
+    if not is_closed:
+        executor.close()
+    assert other.committed == []
+    assert not any(other.received)
+
+
+def test_replicas_sent_one_after_the_other_are_all_of_the_state_as_it_is(tmp_path: Path) -> None:
+    weights = torch.arange(SIZE, dtype=torch.float32)
+    links = [FakeLink(10), FakeLink(11)]
+    executor = live_executor(tmp_path, weights, links)
+    for iteration in (1, 2):
+        weights += iteration
+        save = executor.start(iteration, iteration - 1, Plan(tile(4 * SIZE, 2, BLOCK)))
+        assert save.wait_settled(DEADLINE_S)
+        for link in links:
+            assert bytes(link.received)[: 4 * SIZE] == weights.numpy().tobytes()
+            assert link.committed[-1] == iteration
+    executor.close()
+
+
+def test_a_live_state_that_cannot_be_read_fails_the_save_and_not_the_thread(tmp_path: Path) -> None:
+    executor = live_executor(tmp_path, torch.zeros(SIZE), [FakeLink(10)], FailingSource)
+    for iteration in (1, 2):
+        save = executor.start(iteration, 0, Plan(tile(4 * SIZE, 1, BLOCK)))
+        assert save.wait_settled(DEADLINE_S)
+        assert "out of memory" in save.failures[0]
+    executor.close()

@@ -85,6 +85,13 @@ def test_the_systems_that_write_files_are_those_that_restore_from_them() -> None
     assert {name for name, info in SYSTEMS.items() if info.tiers == FILES} == FILE_SYSTEMS
 
 
+def test_gemini_needs_its_buffers_beside_what_others_need() -> None:
+    needs = {name: needs_of(scenario(system=SystemConfig(name=name)), cuda=False) for name in ("capricorn", "gemini")}
+    more = needs["gemini"].process_bytes - needs["capricorn"].process_bytes
+    ranks = scenario().topology.world_size
+    assert more == ranks * 4 * needs["gemini"].shard_bytes  # the four buffers are larger than this small shard
+
+
 def test_a_real_machine_needs_its_own_share_only() -> None:
     launch = LaunchConfig(nnodes=2, rdzv_endpoint="a:1")
     all_here, one_here = needs_of(scenario(), cuda=False), needs_of(scenario(launch=launch), cuda=False)
