@@ -26,7 +26,7 @@ from capricorn.sizing import Needs, needs_of
 from capricorn.units import Bytes, format_bytes
 
 MIN_PYTHON = (3, 11)
-PACKAGES = ("torch", "capricorn-bench", "numpy", "fairscale", "torchsnapshot")
+PACKAGES = ("torch", "capricorn-bench", "numpy", "fairscale", "torchsnapshot", "lm-resiliency", "torch_checkpointing")
 BASE_FILES, FILES_PER_RANK = 64, 16
 """Descriptors of one process: libraries, pipes and logs, and per rank its gloo and checkpoint sockets and a slot."""
 
