@@ -63,9 +63,9 @@ class DcpThread(DcpLibrary):
         super().close()
 
     def _start(self, named: Mapping[str, Tensor], folder: Path) -> AsyncSaveResponse:
-        saving = async_save(
-            dict(named), async_stager=self._stager, async_checkpointer_type=self.kind, **self.how(folder)
-        )
+        how = {"async_stager": self._stager, "async_checkpointer_type": self.kind, **self.how(folder)}
+        with as_error():
+            saving = async_save(dict(named), **how)
         assert isinstance(saving, AsyncSaveResponse)
         return saving
 
@@ -88,7 +88,8 @@ class DcpProcess(DcpThread):
         written = self._start({f"rank{self.job.rank}": torch.zeros(1)}, folder).upload_completion
         if wait([written], START_S).not_done:
             raise StoreError(f"rank {self.job.rank}: the process that writes has not started in {START_S:.0f} s")
-        self._finish(written, folder)
+        with as_error():
+            written.result()
         if self.job.rank == 0:
             shutil.rmtree(folder)
 
@@ -97,9 +98,9 @@ class DcpProcess(DcpThread):
         clocks = (self.job.storage_dir, node) if self.job.storage_dir is not None else None
         return DaemonWriter(folder, clocks, **self.options)
 
-    def give_up(self) -> None:
+    def abandon(self) -> None:
         end_daemon(0.0)
-        super().give_up()
+        super().abandon()
 
     def close(self) -> None:
         end_daemon(END_S)

@@ -20,7 +20,7 @@ from capricorn.errors import StoreError
 from capricorn.runtime.state import FlatState
 from capricorn.system import JobContext
 
-from .dcp_storage import PacedReader, PacedWriter
+from .dcp_storage import PacedReader, PacedWriter, PlainWriter
 from .file_writer import in_words
 from .library import Library, Write
 
@@ -61,7 +61,7 @@ class DcpLibrary(Library):
     def writer(self, folder: Path) -> FileSystemWriter:
         if self.storage is not None:
             return PacedWriter(folder, self.storage, **self.options)
-        return FileSystemWriter(folder, **self.options)
+        return PlainWriter(folder, **self.options)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -100,4 +100,6 @@ def as_error() -> Iterator[None]:
         yield
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
+        if not isinstance(cause, Exception):
+            raise cause from None  # a signal that came meanwhile
         raise StoreError(f"rank {rank}: {in_words(cause)}") from None

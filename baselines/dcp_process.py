@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from capricorn.emulation.storage import Storage
 from capricorn.units import Seconds
 
-from .dcp_storage import PacedWriter
+from .dcp_storage import PacedWriter, PlainWriter
 
 
 class DaemonWriter(FileSystemWriter):
@@ -48,7 +48,7 @@ def end_daemon(patience_s: Seconds) -> None:
 
 def _unpack(folder: Path, clocks: tuple[Path, int] | None, options: dict[str, Any]) -> FileSystemWriter:
     _end_with_trainer()
-    return FileSystemWriter(folder, **options) if clocks is None else PacedWriter(folder, _storage(*clocks), **options)
+    return PlainWriter(folder, **options) if clocks is None else PacedWriter(folder, _storage(*clocks), **options)
 
 
 @cache

@@ -1,6 +1,7 @@
-"""The modelled file system behind the storage interface of torch.distributed.checkpoint.
+"""The file systems behind the storage interface of torch.distributed.checkpoint: plain, or modelled.
 
-Bytes go to a real folder, after (when written) or before (when read) the time that they would take. Knows no system.
+Bytes go to a real folder; where it is modelled, after (when written) or before (when read) the time that they would
+take. Knows no system.
 """
 
 from __future__ import annotations
@@ -16,9 +17,19 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 
 from capricorn.emulation.storage import Storage
 
+from .quick_save import without_crc32
+
+
+class PlainWriter(FileSystemWriter):
+    """DCP's own writer of files, without checksums; `options` are those of `FileSystemWriter`."""
+
+    def __init__(self, path: Path, **options: Any) -> None:
+        super().__init__(path, **options)
+        self.fs = _PlainFileSystem()
+
 
 class PacedWriter(FileSystemWriter):
-    """DCP's own writer of files, charged for what it writes; `options` are those of `FileSystemWriter`."""
+    """DCP's own writer of files, without checksums and charged for what it writes."""
 
     def __init__(self, path: Path, storage: Storage, **options: Any) -> None:
         super().__init__(path, **options)
@@ -33,6 +44,15 @@ class PacedReader(FileSystemReader):
         self.fs = _PacedFileSystem(storage)
 
 
+class _PlainFileSystem(FileSystem):
+    """DCP's local files; each thread that writes one opens it here."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
+        with without_crc32(), super().create_stream(path, mode) as stream:
+            yield stream
+
+
 class _PacedFileSystem(FileSystem):
     """DCP's local files, each charged."""
 
@@ -42,7 +62,7 @@ class _PacedFileSystem(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
         raw = _PacedFile(path, mode, self._storage)
-        with io.BufferedWriter(raw) if raw.writable() else io.BufferedReader(raw) as stream:
+        with without_crc32(), io.BufferedWriter(raw) if raw.writable() else io.BufferedReader(raw) as stream:
             yield stream
 
 

@@ -79,8 +79,8 @@ class FileSaves:
 
     def close(self, patience_s: Seconds) -> None:
         """Lets the save on its way become complete, if it does so soon, and ends the library; not collective."""
-        if self._save is not None and not self._save.wait(patience_s):
-            self._library.give_up()
+        if self._save is not None and not self._save.wait(min(patience_s, 2 * self._writer.usual_s)):
+            self._library.give_up()  # it waits for a peer that is gone, or its storage stalls
             self._save.wait(patience_s)
         self._has_failed |= self._save is not None and not self._save.is_complete
         self._writer.close(patience_s)

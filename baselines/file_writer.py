@@ -5,6 +5,7 @@ Knows files, and when this rank's part of a save is done; nothing of other ranks
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -58,6 +59,8 @@ class FileWriter:
         """`commit` goes into each folder, if it is for this rank to put it there."""
         self.counters, self.events = counters, deque[ChunkEvent](maxlen=1000)
         self._library, self._folders, self._commit, self._fsync = library, folders, commit, fsync
+        self.usual_s: Seconds = math.inf
+        """What a save takes, by the last one."""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="capricorn-files")
         self._pruning: Future[None] | None = None
 
@@ -68,6 +71,8 @@ class FileWriter:
             write = self._library.begin(self._folders.of(iteration))
         except Exception as error:  # noqa: BLE001 - a library raises what it likes, and training goes on
             save.settle(in_words(error))
+        if save.is_settled:
+            self._library.abandon()  # or the others would wait for this rank
             return save
         self.counters.staged_bytes += self._library.num_bytes
         if self._library.is_async:
@@ -100,8 +105,10 @@ class FileWriter:
         except Exception as error:  # noqa: BLE001 - a library raises what it likes, and training goes on
             save.settle(in_words(error))
         else:
+            end_s = time.perf_counter()
+            self.usual_s = end_s - begin_s
             self.counters.sent_bytes += num_bytes
-            self.events.append(ChunkEvent("write", save.iteration, begin_s, time.perf_counter(), num_bytes))
+            self.events.append(ChunkEvent("write", save.iteration, begin_s, end_s, num_bytes))
             save.settle()
 
     def _seal(self, folder: Path, files: Sequence[Path]) -> None:

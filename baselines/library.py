@@ -6,6 +6,7 @@ Knows no schedule, and does not decide which checkpoint counts.
 from __future__ import annotations
 
 import abc
+import gc
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -63,13 +64,18 @@ class Library(abc.ABC):
 
         What a failed one has left under way in its group would be taken for a part of the next.
         """
-        if self.group is not None:
+        if self.talks:
             self.close()
             self.open()
 
-    def give_up(self) -> None:
-        """Makes the save on its way fail soon; nothing but `close` may follow. A rank may call it alone."""
+    def abandon(self) -> None:
+        """Makes the save on its way fail soon on all ranks; a rank that could not begin it calls this alone."""
         self._end_group()
+        gc.collect()  # sockets close, so that peers notice, with the last reference; an error may hold it in a circle
+
+    def give_up(self) -> None:
+        """Makes the save on its way fail soon, whatever it waits for; nothing but `close` may follow."""
+        self.abandon()
         if self.storage is not None:
             self.storage.close()
 

@@ -29,6 +29,7 @@ class _Snapshots(Library):
     """Asynchronous takes, each of a folder of its own."""
 
     _pending: Pending | None = None
+    _path: str = ""
 
     def open(self) -> None:
         super().open()
@@ -36,8 +37,10 @@ class _Snapshots(Library):
         self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
 
     def begin(self, folder: Path) -> Write:
+        place = self._place(folder)
+        self._path = place["path"]
         with self._corrected():
-            pending = Snapshot.async_take(**self._place(folder), app_state={KEY: StateDict(**self.tensors)})
+            pending = Snapshot.async_take(**place, app_state={KEY: StateDict(**self.tensors)})
         assert isinstance(pending, Pending)
         self._pending = pending
         return partial(self._finish, pending, folder)
@@ -53,15 +56,18 @@ class _Snapshots(Library):
         self._pending = None  # or the group would live on in it
         super().close()
 
+    def abandon(self) -> None:
+        # Whoever waits for a rank at the library's barrier is told that it has failed.
+        for rank in range(self.job.topology.world_size):
+            barrier = LinearBarrier(f"torchsnapshot_{self._path}", self._store, rank, 0, 0)
+            with suppress(RuntimeError):  # the store is gone too, and with it the wait
+                barrier.report_error(f"rank {self.job.rank} gave up")
+        self._pending = None  # or the group would live on in it
+        super().abandon()
+
     def give_up(self) -> None:
-        if self._pending is not None:
-            if isinstance(self._pending.storage, PacedPlugin):
-                self._pending.storage.give_up()
-            # Whoever waits for a rank at the barrier is told that it has failed.
-            for rank in range(self.job.topology.world_size):
-                barrier = LinearBarrier(f"torchsnapshot_{self._pending.path}", self._store, rank, 0, 0)
-                with suppress(RuntimeError):  # the store is gone too, and with it the wait
-                    barrier.report_error(f"rank {self.job.rank} was closed")
+        if self._pending is not None and isinstance(self._pending.storage, PacedPlugin):
+            self._pending.storage.give_up()
         super().give_up()
 
     def _finish(self, pending: Pending, folder: Path) -> list[Path]:

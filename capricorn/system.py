@@ -120,7 +120,7 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class ChunkEvent:
-    """A transfer for the timeline: `kind` is `stage` or `send`; times by `time.perf_counter`."""
+    """A transfer for the timeline: `kind` is `stage`, `send` or `write` (to files); times by `time.perf_counter`."""
 
     kind: str
     iteration: int

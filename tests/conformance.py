@@ -26,6 +26,7 @@ from capricorn.hooks import NO_LAYER, Direction, OpKey, OpKind
 from capricorn.registry import load_system
 from capricorn.runtime.state import FlatState
 from capricorn.runtime.store import NodeStore
+from capricorn.settings import GeminiConfig
 from capricorn.system import JobContext
 from capricorn.topology import Topology
 from tests.runs import polls
@@ -53,8 +54,11 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
     """Fields of its `JobContext`."""
     environment: dict[str, str] = field(default_factory=dict)
-    tensors: tuple[str, ...] = ("odd", "tied", "large", "bfloat16", "integers", "scalar", "empty", "gaps")
+    without: tuple[str, ...] = ()
+    """Tensors that it cannot keep."""
     large: int = LARGE
+    close_first: tuple[int, ...] = ()
+    """Ranks that are not killed without warning."""
     timeout_s: float = 5.0
     """Of every wait on a peer."""
 
@@ -62,17 +66,37 @@ class Case:
         return self.system
 
 
+GEMINI = {"gemini": GeminiConfig(profile_iterations=2, mu=0.8)}
+DIFFERENT = {
+    "gemini": Case("gemini", GEMINI),
+    "gemini-staged": Case("gemini-staged", GEMINI),
+    # Its sockets are its own: no modelled link can slow them. Its copies die with the last worker that is killed.
+    "lm-resiliency": Case("lm-resiliency", {"routes": {}}, close_first=(0,)),
+    # Its own limit is 128 MiB. What is larger is not copied together but written as it is.
+    "torchsnapshot": Case(
+        "torchsnapshot",
+        without=("odd_bfloat16", "float8"),
+        environment={"TORCHSNAPSHOT_SLAB_SIZE_THRESHOLD_BYTES_OVERRIDE": "1000000"},
+    ),
+}
+
+
+def case_of(system: str, **changes: Any) -> Case:
+    """How that system is tested, if these fields are not said to be others."""
+    return replace(DIFFERENT.get(system, Case(system)), **changes)
+
+
 class Toy:
     """One rank of the job. Its state after iteration i is a pattern of its own for each tensor, plus i."""
 
     def __init__(self, case: Case, rank: int, folder: Path, *, attempt: int = 0) -> None:
         self._rank = rank
-        self.tensors = {name: tensor for name, tensor in _tensors(case.large).items() if name in case.tensors}
+        self.tensors = {name: tensor for name, tensor in _tensors(case.large).items() if name not in case.without}
         generator = torch.Generator().manual_seed(rank)
         self._patterns = {
             name: torch.randint(50, tensor.shape, generator=generator) for name, tensor in self.tensors.items()
         }
-        self._patterns["tied"] = self._patterns.get("odd", torch.empty(0))
+        self._patterns["tied"] = self._patterns["odd"]
         self.position, self.published = torch.tensor(-1), -1
         self.state = FlatState(
             {f"{name}/{rank}": tensor for name, tensor in self.tensors.items()},
@@ -213,21 +237,29 @@ class Traces:
     def _found(self) -> list[str]:
         more = len(os.listdir("/proc/self/task")) - self.num_threads
         threads = [f"{more} threads more: {[thread.name for thread in threading.enumerate()]}"] if more > 0 else []
-        children = [f"process {child.pid}: {child.cmdline()}" for child in children_of(os.getpid())]
+        children = [f"process {child.pid}: {_command(child)}" for child in children_of(os.getpid())]
         return [*threads, *children, *map(str, _temporary_files() - self.files)]
 
 
 def _temporary_files() -> frozenset[Path]:
     shared = (path for path in Path("/dev/shm").iterdir() if str(os.getpid()) in path.name)
-    # Importing a part of torch makes a folder for compiled code.
-    others = (path for path in Path(tempfile.gettempdir()).iterdir() if "torchinductor" not in path.name)
+    # Importing a part of torch makes a folder for compiled code, and Python one for its sockets until it ends.
+    others = (path for path in Path(tempfile.gettempdir()).iterdir() if not path.name.startswith(("torchin", "pymp")))
     return frozenset([*shared, *others])
 
 
 def children_of(pid: int) -> list[psutil.Process]:
     """Living processes that this one has started; Python's tracker of shared memory, which ends with it, is none."""
-    children = psutil.Process(pid).children(recursive=True)
-    return [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
+    commands = {child: _command(child) for child in psutil.Process(pid).children(recursive=True)}
+    return [child for child, command in commands.items() if command and "resource_tracker" not in command]
+
+
+def _command(process: psutil.Process) -> str:
+    """Empty if it has ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
 
 
 def live(fn: Callable[..., Any], folder: Path, case: Case, *args: Any, deadline_s: float = 60.0) -> list[Any]:
@@ -257,7 +289,10 @@ def live(fn: Callable[..., Any], folder: Path, case: Case, *args: Any, deadline_
 
 
 def _is_over(process: Any) -> bool:
-    return not process.is_alive() or psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
+    try:
+        return not process.is_alive() or psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
+    except psutil.NoSuchProcess:  # it has ended in between
+        return True
 
 
 def _live(fn: Callable[..., Any], rank: int, folder: Path, case: Case, args: tuple[Any, ...], results: Path) -> None:

@@ -44,6 +44,7 @@ PICKLE_CALLS = {
     "torch.load", "torch.save", "all_gather_object", "gather_object", "scatter_object_list", "broadcast_object_list",
     "send_object_list", "recv_object_list",
 }  # fmt: skip
+PICKLING_FILES = {"baselines/torch_save.py": "torch.save is the system that it stands for; it loads weights only"}
 
 
 @cache
@@ -183,7 +184,7 @@ def test_siblings_in_a_mapped_folder_are_imported_relatively() -> None:
 def test_nothing_is_pickled() -> None:
     wrong = [show(path, line, name) for path, line, name in external() if name in PICKLE_MODULES]
     for path, tree in sources().items():
-        if path.parts[0] == "baselines":  # torch.save is what one of them stands for
+        if str(path) in PICKLING_FILES:
             continue
         for node in ast.walk(tree):
             name = ast.unparse(node) if isinstance(node, ast.Attribute | ast.Name) else ""
