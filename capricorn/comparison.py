@@ -5,8 +5,10 @@ Starts nothing; knows no torch and none of the samples that runs record.
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any, Self
@@ -15,18 +17,24 @@ from pydantic import Field, ValidationError
 
 from capricorn.config import Scenario
 from capricorn.errors import CapricornError, ConfigError
-from capricorn.records import RUN, RunRecord, read_run
+from capricorn.records import RunRecord, read_run
 from capricorn.resolve import override
 from capricorn.values import Frozen
 
 SCHEMA_VERSION = 1
-COMPARE = "compare.json"
+COMPARE, LOCK = "compare.json", "compare.lock"
 
 WORK = ("model", "train", "data", "cluster", "loads")
 """Sections that say what is trained, where and on what; systems are compared on the same."""
 LENGTH = ("train.iterations", "train.warmup", "train.timeline_every")
 """Of these what all may differ in: only iterations that both have measured are compared."""
 SYSTEM = "system.name"
+BASE = "none"
+"""The system that makes no checkpoints, whatever its settings say of them."""
+CHECKPOINTS = ("system.every", "system.replicas")
+"""What else must be equal of the systems that make some, or be asked for by one of them."""
+KEPT = ("requested", "effective")
+"""Of the summary of a run: its checkpoints, and those that became complete."""
 SPELLING = "none,capricorn,gemini:gemini.mu=0.9"
 
 
@@ -51,9 +59,7 @@ class Variant(Frozen):
         """
         system, *assignments = map(str.strip, text.split(":"))
         if not system:
-            raise ConfigError(
-                f"--systems: {text!r} names no system; write it as in none,capricorn,gemini:gemini.mu=0.9"
-            )
+            raise ConfigError(f"--systems: {text!r} names no system; write it as in {SPELLING}")
         for assignment in assignments:
             if not all(assignment.partition("=")):
                 raise ConfigError(f"--systems {text!r}: {assignment!r} is not key=value, as in gemini:gemini.mu=0.9")
@@ -108,6 +114,8 @@ class PlannedRun(Frozen):
     """Of its newest start; empty before."""
     failure: str = ""
     """What ended that early, in one sentence."""
+    finished: bool | None = None
+    """Whether that came to its end, rather than being interrupted; None is not known."""
 
 
 class Tuned(Frozen):
@@ -211,22 +219,52 @@ def is_compare(folder: Path) -> bool:
     return (folder / COMPARE).exists()
 
 
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Holds the folder of a comparison against all others that would carry it out; ends with us if we are killed.
+
+    Raises:
+        ConfigError: another one does, or the folder cannot be written to.
+    """
+    try:
+        lock = (folder / LOCK).open("w")
+    except OSError as error:
+        raise ConfigError(f"cannot write {folder / LOCK}: {error.strerror}") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(
+                f"{folder} is being carried out by another command; wait until that is over, or end it"
+            ) from None
+        yield
+
+
 def place_of(folder: Path, run: PlannedRun) -> Path:
     """Where that run of the comparison in the folder lies, once it has started."""
     return folder.resolve().parent / run.run_id
 
 
 def is_done(folder: Path, run: PlannedRun) -> bool:
-    """Whether that run of the comparison in the folder did all its iterations and did not fail.
+    """Whether that run of the comparison in the folder came to its end, did all its iterations and did not fail.
 
-    What else may be wrong with it, its verdict says; it would be so again.
+    What else may be wrong with it, its verdict says; it would be so again. Where it is not known whether it came to its
+    end, missing checkpoints are taken to say that it did not. A run whose record is damaged is to be made again.
     """
-    run_dir = place_of(folder, run)
-    if not run.run_id or run.failure or not (run_dir / RUN).exists():
+    if not run.run_id or run.failure or run.finished is False:
         return False
-    record = read_run(run_dir)
-    num_iterations: int = record.summary.get("iterations", 0)
-    return num_iterations >= record.config.train.iterations
+    try:
+        record = read_run(place_of(folder, run))
+    except ConfigError:
+        return False
+    num_iterations, requested, effective = (record.summary.get(key, 0) for key in ("iterations", *KEPT))
+    is_whole: bool = num_iterations >= record.config.train.iterations
+    return is_whole and (run.finished is True or effective >= requested)
+
+
+def missing_runs(folder: Path, planned: PlannedComparison) -> list[PlannedRun]:
+    """Those of the comparison in the folder that are still to be made, in their order."""
+    return [run for run in planned.runs if not is_done(folder, run)]
 
 
 # --- the same work -----------------------------------------------------------------------------------------------
@@ -250,12 +288,26 @@ def work_of(record: RunRecord) -> dict[str, Any]:
     return {"mode": record.mode, **work, "faults": [str(fault) for fault in record.config.faults]}
 
 
+def checkpoints_of(record: RunRecord) -> dict[str, Any]:
+    """How often a run makes a checkpoint, and of how many copies; nothing of one that makes none."""
+    settings = settings_of(record.config)
+    return {} if record.system == BASE else {key: settings[key] for key in CHECKPOINTS}
+
+
 def require_same_work(records: Mapping[str, RunRecord]) -> None:
     """Raises ConfigError if two of the records, by what they are called, are of different work, naming the first."""
-    for (name, first), (other_name, other) in product(list(records.items())[:1], records.items()):
-        works = work_of(first), work_of(other)
-        for key in differing(*works):
+    _require_same({name: work_of(record) for name, record in records.items()}, "of the same work")
+
+
+def require_same_checkpoints(records: Mapping[str, RunRecord]) -> None:
+    """Raises ConfigError if two of those that make checkpoints make them differently, naming the first difference."""
+    asked = {name: checkpoints_of(record) for name, record in records.items()}
+    _require_same({name: each for name, each in asked.items() if each}, "that make the same checkpoints")
+
+
+def _require_same(facts: Mapping[str, Mapping[str, Any]], which: str) -> None:
+    for (name, first), (other_name, other) in product(list(facts.items())[:1], facts.items()):
+        for key in differing(first, other):
             raise ConfigError(
-                f"only runs of the same work can be compared: {key} is {works[0][key]} in {name} and "
-                f"{works[1][key]} in {other_name}"
+                f"only runs {which} can be compared: {key} is {first[key]} in {name} and {other[key]} in {other_name}"
             )

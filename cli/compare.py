@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,12 +16,15 @@ from capricorn.comparison import (
     COMPARE,
     CompareRecord,
     PlannedComparison,
+    alone_in,
     is_compare,
-    is_done,
+    missing_runs,
     read_compare,
+    require_same_checkpoints,
     require_same_work,
     write_compare,
 )
+from capricorn.config import Scenario
 from capricorn.errors import ConfigError
 from capricorn.records import read_run
 from capricorn.sizing import Needs, needs_of
@@ -87,7 +90,8 @@ def _fraction(context: click.Context, parameter: click.Parameter, text: str | No
     "--threshold",
     callback=_fraction,
     metavar="PART",
-    help="of finished runs: fail if one is slower than the first by more, as in 5%",
+    help="of finished runs: fail if one takes longer than the first by more, as in 5%, and the interval of their ratio "
+    "does not hold 1",
 )
 @unresolved_options
 @output_options
@@ -98,8 +102,8 @@ def compare(
 ) -> int:  # fmt: skip
     """Compare systems on the same work: --repeats runs of each, there and back (A B B A ...), each with its own record.
 
-    With RUN ... compares finished runs instead, which must have done the same work; several of one system are its
-    repeats.
+    With RUN ... compares finished runs instead, which must have done the same work and made the same checkpoints;
+    several of one system are its repeats.
     """
     context = click.get_current_context()
     assert context is not None
@@ -110,29 +114,36 @@ def compare(
         raise ConfigError("--threshold is for finished runs: name them, as in compare BASE RUN --threshold 5%")
     if resume is not None:
         refuse_given(context, {"resume"} | OUTPUT, f"contradicts --resume: all settings are those of {resume}")
-        return _carry_out(resume.resolve(), read_compare(resume), as_json=as_json, quiet=quiet, verbose=verbose)
+        read_compare(resume)  # before anything is written there
+        return _carry_out(resume.resolve(), as_json=as_json, quiet=quiet, verbose=verbose)
     experiment = experiment_of(context, file)
     if dry_run:
         _show_plan(experiment, as_json)
-    _require(experiment)
+    _require(each.scenario_of(variant.label) for each in experiment.comparisons for variant in each.variants)
     if dry_run:
         return 0
-    return _carry_out(*_new_record(experiment), as_json=as_json, quiet=quiet, verbose=verbose)
+    return _carry_out(_new_folder(experiment), as_json=as_json, quiet=quiet, verbose=verbose)
 
 
 # --- runs to be made ---------------------------------------------------------------------------------------------
 
 
-def _require(experiment: Experiment) -> None:
+def _require(scenarios: Iterable[Scenario]) -> None:
     """Raises ConfigError if this machine cannot run one of them."""
     from capricorn.harness.machine import require
 
-    for planned in experiment.comparisons:
-        for variant in planned.variants:
-            require(planned.scenario_of(variant.label))
+    for scenario in scenarios:
+        require(scenario)
 
 
-def _new_record(experiment: Experiment) -> tuple[Path, CompareRecord]:
+def _missing(folder: Path, record: CompareRecord) -> Iterator[Scenario]:
+    """What is still to be run, once of each variant."""
+    for planned in record.comparisons:
+        for variant in dict.fromkeys(run.variant for run in missing_runs(folder, planned)):
+            yield planned.scenario_of(variant)
+
+
+def _new_folder(experiment: Experiment) -> Path:
     """A folder for the comparisons, with the record of what is to be done."""
     make_folder(experiment.out)
     started = datetime.now(UTC)
@@ -144,10 +155,18 @@ def _new_record(experiment: Experiment) -> tuple[Path, CompareRecord]:
     )
     folder = experiment.out / record.compare_id
     write_compare(folder, record)
-    return folder, record
+    return folder
 
 
-def _carry_out(folder: Path, record: CompareRecord, *, as_json: bool, quiet: bool, verbose: bool) -> int:
+def _carry_out(folder: Path, *, as_json: bool, quiet: bool, verbose: bool) -> int:
+    """Makes the runs that are missing in the folder, and shows what its comparisons then come to."""
+    with alone_in(folder):
+        record = read_compare(folder)
+        _require(_missing(folder, record))
+        return _make_missing(folder, record, as_json=as_json, quiet=quiet, verbose=verbose)
+
+
+def _make_missing(folder: Path, record: CompareRecord, *, as_json: bool, quiet: bool, verbose: bool) -> int:
     from capricorn.report.finished import compare_planned
 
     from .runner import Runner
@@ -167,8 +186,7 @@ def _carry_out(folder: Path, record: CompareRecord, *, as_json: bool, quiet: boo
 
 def _print_next(folder: Path, record: CompareRecord, quiet: bool) -> None:
     """Where it all lies, and how to go on if runs are missing; in one line, to be copied."""
-    runs = [run for planned in record.comparisons for run in planned.runs]
-    if not all(is_done(folder, run) for run in runs):
+    if any(missing_runs(folder, planned) for planned in record.comparisons):
         line = f"go on with: {PROGRAM} compare --resume {shlex.quote(str(folder))}"
     elif not quiet:
         line = str(folder)
@@ -221,7 +239,9 @@ def _compare_finished(paths: tuple[Path, ...], threshold: float | None, as_json:
     if whole and (threshold is not None or len(whole) < len(paths)):
         raise ConfigError(f"{whole[0]} holds a whole comparison ({COMPARE}); name the folders of its runs instead")
     if not whole:
-        require_same_work({str(path): read_run(path) for path in paths})
+        records = {str(path): read_run(path) for path in paths}
+        require_same_work(records)
+        require_same_checkpoints(records)
     compared = [comparison for comparison, _ in load_comparisons(paths)]
     if threshold is None:
         _show(compared, {}, as_json, quiet)
@@ -232,7 +252,7 @@ def _compare_finished(paths: tuple[Path, ...], threshold: float | None, as_json:
 def _check(
     paths: tuple[Path, ...], threshold: float, compared: list[Comparison], as_json: bool, quiet: bool
 ) -> int:  # fmt: skip
-    """Whether no later run is slower than the first by more than the threshold, beyond doubt."""
+    """Whether no later run is slower than the first by more than the threshold, where that is no chance."""
     from capricorn.report.finished import ratio_of
 
     base, *later = paths
@@ -245,7 +265,7 @@ def _check(
             "base": base.name,
             "ratio": ratio.value,
             "ci": list(ratio.ci),
-            "slower": ratio.ci[0] > 1 + threshold,
+            "slower": ratio.value > 1 + threshold and not ratio.ci[0] <= 1 <= ratio.ci[1],
         }
         for path, ratio in ratios.items()
     ]
@@ -259,7 +279,9 @@ def _check(
 
 def _print_check(check: dict[str, Any], threshold: float) -> None:
     low, high = check["ci"]
-    what = f"{'' if check['slower'] else 'not '}beyond doubt slower by more than {100 * threshold:g}%"
+    is_beyond = check["ratio"] > 1 + threshold
+    doubt = f", {'and' if check['slower'] else 'but'} its interval {'does not hold' if check['slower'] else 'holds'} 1"
+    what = f"{'' if is_beyond else 'not '}slower by more than {100 * threshold:g}%{doubt if is_beyond else ''}"
     line = f"{check['run']}: {check['ratio']:.3f} [{low:.3f}, {high:.3f}] of {check['base']}, {what}"
     console().print(line, style="bold red" if check["slower"] else "green", soft_wrap=True, markup=False)
 

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import rich_click as click
 from click.core import ParameterSource
 
-from capricorn.comparison import SYSTEM, PlannedComparison, parse_variants
+from capricorn.comparison import SYSTEM, PlannedComparison, parse_variants, settings_of
 from capricorn.errors import ConfigError, unknown_name
 from capricorn.registry import check_system
-from capricorn.resolve import read_toml
+from capricorn.resolve import override, read_toml
 
 from .options import scenario_from
 
-COMPARISONS, LABEL, OUT = "comparisons", "label", "out"
+COMPARISONS, LABEL, OUT, STDLIB = "comparisons", "label", "out", "stdlib"
 SETTINGS = "assignments"
 """Of all options the one of which a comparison, and the command line, overrides what it names and keeps the rest."""
 ASKED = {"systems", "repeats", *inspect.signature(scenario_from).parameters} - {"system"}
 """Parameters of the command that say what is compared."""
+PATHS: dict[str, Callable[[str], bool]] = {
+    "data.path": lambda value: value != STDLIB,
+    "loads.source": lambda value: bool(Path(value).suffix),
+    "store.root": bool,
+}
+"""Settings that may be a path, and whether such a value is one."""
 
 
 class Experiment(NamedTuple):
@@ -117,10 +123,20 @@ def _planned(label: str, asked: Mapping[str, Any]) -> PlannedComparison:
     variants, repeats = parse_variants(options.pop("systems")), options.pop("repeats")
     _refuse_system(options[SETTINGS])
     scenario = scenario_from(**options, system=variants[0].system)
+    settings = settings_of(scenario)
+    scenario = override(scenario, _absolute(f"{key}={settings[key]}" for key in PATHS))
+    variants = tuple(each.model_copy(update={"assignments": tuple(_absolute(each.assignments))}) for each in variants)
     for variant in variants:
         check_system(variant.system)
         variant.of(scenario)
     return PlannedComparison.plan(label, scenario, variants, repeats)
+
+
+def _absolute(assignments: Iterable[str]) -> Iterator[str]:
+    """The same settings with paths that mean the same wherever the comparison is gone on with."""
+    for assignment in assignments:
+        key, _, value = assignment.partition("=")
+        yield f"{key}={Path(value).absolute()}" if key in PATHS and PATHS[key](value) else assignment
 
 
 def _refuse_system(assignments: Sequence[str]) -> None:

@@ -11,7 +11,7 @@ import rich_click as click
 
 from capricorn.errors import ConfigError
 
-from .files import Outputs, all_or_nothing
+from .files import Outputs, all_or_nothing, read_whole
 
 if TYPE_CHECKING:
     from capricorn.report.comparison import Comparison
@@ -107,10 +107,17 @@ def _render(chosen: str, loaded: Loaded, pictures: Sequence[Sequence[Picture]]) 
 def _write_figures(
     outputs: Outputs, folder: Path, loaded: Loaded, pictures: Sequence[Sequence[Picture]], kinds: Sequence[str]
 ) -> None:
-    from capricorn.report.gallery import figure_files
+    """The figures, in the place of those of an earlier export and of nothing else.
 
-    comparisons = [comparison for comparison, _ in loaded]
-    for name, data in figure_files(comparisons, pictures, kinds).items():
+    Raises:
+        ConfigError: something else is there.
+    """
+    from capricorn.report.gallery import INDEX, figure_files, files_of
+
+    ours = files_of(read_whole(folder / INDEX))
+    for name, data in figure_files([comparison for comparison, _ in loaded], pictures, kinds).items():
+        if name not in ours and (folder / name).exists():
+            raise ConfigError(f"{folder / name} is of no earlier export: move it, or name another folder for --figures")
         outputs.write(folder / name, data)
 
 

@@ -79,6 +79,18 @@ class Outputs:
         self._made = [*missing, *self._made]
 
 
+def read_whole(path: Path) -> str:
+    """The text of a file that may be of anyone; empty if there is none.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+
+
 @contextmanager
 def all_or_nothing() -> Iterator[Outputs]:
     """Outputs that are committed if all goes well, and leave nothing behind otherwise."""

@@ -17,7 +17,7 @@ from capricorn.comparison import (
     PlannedRun,
     Tuned,
     differing,
-    is_done,
+    missing_runs,
     settings_of,
     write_compare,
 )
@@ -47,9 +47,9 @@ class Runner:
 
     def __init__(self, folder: Path, record: CompareRecord, *, quiet: bool, verbose: bool) -> None:
         self._folder, self._record, self._quiet, self._verbose = folder, record, quiet, verbose
-        turns = [_Turn(at, run) for at, planned in enumerate(record.comparisons) for run in planned.runs]
-        self._left = [turn for turn in turns if not is_done(folder, turn.run)]
-        self._num_turns = len(turns)
+        planned = record.comparisons
+        self._left = [_Turn(at, run) for at, each in enumerate(planned) for run in missing_runs(folder, each)]
+        self._num_turns = sum(len(each.runs) for each in planned)
         self._took_s: dict[tuple[int, str], list[Seconds]] = defaultdict(list)
         self._began_s = time.monotonic()
 
@@ -106,16 +106,22 @@ class Runner:
         at, run = turn
 
         def started(run_dir: Path) -> None:
-            self._write(at, self._planned(at).with_run(run.model_copy(update={"run_id": run_dir.name, "failure": ""})))
+            self._note(turn, run_id=run_dir.name, failure="", finished=False)
 
         heading = partial(self._heading, turn)
         with watching([], quiet=self._quiet, verbose=self._verbose, heading=heading) as listener:
             launch(self._planned(at).scenario_of(run.variant), self._folder.parent, _Noting(listener, started))
+        self._note(turn, finished=True)
 
-    def _fail(self, turn: _Turn, failure: str) -> None:
+    def _note(self, turn: _Turn, **facts: str | bool) -> None:
+        """Writes down what has become of that run."""
         at, run = turn
         now = next(each for each in self._planned(at).runs if (each.variant, each.repeat) == (run.variant, run.repeat))
-        self._write(at, self._planned(at).with_run(now.model_copy(update={"failure": failure})))
+        self._write(at, self._planned(at).with_run(now.model_copy(update=facts)))
+
+    def _fail(self, turn: _Turn, failure: str) -> None:
+        run = turn.run
+        self._note(turn, failure=failure, finished=True)
         self._left.remove(turn)
         if not self._quiet:
             console().print(f"{run.variant}, repeat {run.repeat} failed: {failure}", style="bold red", soft_wrap=True)

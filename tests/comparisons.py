@@ -1,26 +1,41 @@
-"""Run folders written by hand, for comparisons of them: made-up samples, and the record that goes with them."""
+"""Run folders written by hand, for comparisons of them: made-up samples, and the record that goes with them; and a
+launcher that makes such folders instead of training.
+"""
 
 from __future__ import annotations
 
+import io
 import json
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeAlias
+
+import pytest
+from rich.console import Console
 
 from capricorn.cluster import ClusterConfig
 from capricorn.config import Scenario, SystemConfig, TrainConfig
 from capricorn.harness import machine
+from capricorn.harness.launcher import RunListener
 from capricorn.records import ITERATIONS, IterationSample, Mode, RunRecord, append, write_run
+from capricorn.report.comparison import Comparison, ComparisonRow
+from capricorn.report.comparison_table import comparison_table
 from capricorn.report.summary import summarize
 from capricorn.resolve import load_model
+from tests.test_cli import Launcher, cli
+
+Runs: TypeAlias = dict[str, list[Path]]
 
 ENVIRONMENT = machine.environment("cpu")
 
 
-def scenario_of(system: str = "capricorn", iterations: int = 12, **sections: Any) -> Scenario:
+def scenario_of(
+    system: str = "capricorn", iterations: int = 12, every: int = 1, replicas: int = 2, **sections: Any
+) -> Scenario:
     """Two ranks that train a tiny model on the CPU."""
-    parts = {"train": TrainConfig(iterations=iterations, warmup=2), "system": SystemConfig(name=system)}
+    settings = SystemConfig(name=system, every=every, replicas=replicas)
+    parts = {"train": TrainConfig(iterations=iterations, warmup=2), "system": settings}
     cluster = ClusterConfig(nodes=2, ranks_per_node=1, device="cpu")
     return Scenario.model_validate({"model": load_model("mixtral-tiny"), "cluster": cluster} | parts | sections)
 
@@ -61,3 +76,113 @@ def write_record(folder: Path, scenario: Scenario, *, mode: Mode = "live", **fie
     }  # fmt: skip
     write_run(folder, RunRecord.model_validate(usual | fields))
     return folder
+
+
+def write_runs(out: Path) -> Runs:
+    """Two repeats each; gemini begins at iteration 5, and a rank of capricorn was killed after iteration 8."""
+    paces = {"none": 1.0, "capricorn": 1.15, "gemini": 1.4}
+    found: Runs = {}
+    for number, (system, pace) in enumerate(paces.items()):
+        for repeat in range(2):
+            scenario = scenario_of(system)
+            first = {"gemini": 5, "none": 99}.get(system, 1)
+
+            def fields(iteration: int, rank: int, first: int = first) -> dict[str, Any]:
+                return {} if iteration >= first else {"requested": False, "completed": (), "sent_bytes": 0}
+
+            folder = write_folder(
+                out, f"{system}-{repeat}", scenario, pace=pace, seed=10 * number + repeat, fields=fields
+            )
+            found.setdefault(system, []).append(folder)
+    redone = found["capricorn"][1]
+    for rank in range(2):
+        for iteration in range(8, 13):
+            append(redone / "iterations.jsonl", sample_of(iteration, rank, 1.3 + rank / 10, attempt=1))
+    write_record(redone, scenario_of("capricorn"))
+    return found
+
+
+def rows_of(comparison: Comparison) -> dict[str, ComparisonRow]:
+    return {row.label: row for row in comparison.rows}
+
+
+def show(comparison: Comparison, width: int) -> str:
+    out = io.StringIO()
+    Console(file=out, width=width, highlight=False).print(comparison_table(comparison))
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def finished(out: Path, *paces: float, system: str = "capricorn") -> list[Path]:
+    return [
+        write_folder(out, f"{system}{k}", scenario_of(system, iterations=22), pace=pace, seed=k)
+        for k, pace in enumerate(paces)
+    ]
+
+
+# --- the command
+
+PACES = {"none": 0.5, "capricorn": 0.55, "gemini": 0.75, "blocking": 1.0}
+TINY = ("compare", "--model", "mixtral-tiny", "--iterations", "4", "--device", "cpu")
+SYSTEMS = ("--systems", "none,capricorn,gemini:gemini.mu=0.9")
+
+
+class Systems(Launcher):
+    """Each system has its own pace; `ends` are raised in the run of that number, after two iterations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends: dict[int, BaseException] = {}
+        self.drained: dict[int, BaseException] = {}
+        """The same after the last iteration, whose checkpoint then misses."""
+        self.lost: set[int] = set()
+        """Numbers of the runs whose last checkpoint never becomes complete."""
+        self.at_start: Callable[[], None] | None = None
+        self.slower: dict[int, float] = {}
+
+    @classmethod
+    def installed(cls, monkeypatch: pytest.MonkeyPatch) -> Self:
+        """In the place of the launcher, on a machine that suffices for all."""
+        fake = cls()
+        monkeypatch.setattr("capricorn.harness.launcher.launch", fake.launch)
+        monkeypatch.setattr(machine, "require", lambda scenario: None)
+        return fake
+
+    def launch(self, scenario: Scenario, out: Path, listener: RunListener) -> Path:
+        number = self.num_runs + 1
+        self.end = self.ends.get(number)
+        self.stop_after = 2 if self.end else None
+        self.fields = {"duration_s": PACES[scenario.system.name] * self.slower.get(number, 1.0)}
+        if self.at_start:
+            self.at_start()
+        run_dir = super().launch(scenario, out, listener)
+        if number in self.lost | self.drained.keys():
+            self._lose_last(run_dir, scenario)
+        if number in self.drained:
+            raise self.drained[number]
+        return run_dir
+
+    def _lose_last(self, run_dir: Path, scenario: Scenario) -> None:
+        path = run_dir / ITERATIONS
+        samples = [IterationSample.model_validate_json(line) for line in path.read_text().splitlines()]
+        path.unlink()
+        for each in samples:
+            is_last = each.iteration == scenario.train.iterations
+            append(path, each.model_copy(update={"completed": ()}) if is_last else each)
+        self._write(run_dir, scenario)
+
+    @property
+    def order(self) -> list[str]:
+        return [scenario.system.name for scenario in self.scenarios]
+
+
+def compared(capsys: pytest.CaptureFixture[str], *arguments: str | Path, code: int = 0) -> dict[str, Any]:
+    """What the command prints as JSON."""
+    assert cli(*arguments, "--json") == code
+    printed: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return printed
+
+
+def folder_of(out: Path) -> Path:
+    """The folder of the only comparison."""
+    (found,) = out.glob("*-compare-*")
+    return found

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-import io
 import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
-from rich.console import Console
 
-from capricorn.comparison import CompareRecord, PlannedComparison, Variant, write_compare
-from capricorn.config import Scenario
 from capricorn.errors import ConfigError
 from capricorn.records import append
-from capricorn.report.comparison import Comparison, ComparisonRow, compare_runs
-from capricorn.report.comparison_table import comparison_table
-from capricorn.report.finished import compare_planned, load_comparisons, ratio_of
-from tests.comparisons import ENVIRONMENT, sample_of, scenario_of, write_folder, write_record
+from capricorn.report.comparison import compare_runs
+from capricorn.report.finished import ratio_of
+from tests.comparisons import (
+    Runs,
+    rows_of,
+    sample_of,
+    scenario_of,
+    show,
+    write_folder,
+    write_record,
+    write_runs,
+)
 
 WARMUP = 2
-Runs: TypeAlias = dict[str, list[Path]]
 
 
 # --- the same again, in plain Python
@@ -41,7 +44,7 @@ def lasting(folder: Path) -> dict[int, list[dict[str, Any]]]:
 def steady(folder: Path, system: str) -> dict[int, list[dict[str, Any]]]:
     done = lasting(folder)
     requested = [i for i, samples in done.items() if samples[0]["requested"] and system != "none"]
-    begin = max(WARMUP, min(requested, default=0))
+    begin = max(WARMUP, *sorted(requested)[:3], 0)
     return {i: samples for i, samples in done.items() if i > begin}
 
 
@@ -75,31 +78,7 @@ def interval(pairs: list[list[list[float]]]) -> tuple[float, float]:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Runs:
-    """Two repeats each; gemini begins at iteration 5, and a rank of capricorn was killed after iteration 8."""
-    paces = {"none": 1.0, "capricorn": 1.15, "gemini": 1.4}
-    found: Runs = {}
-    for number, (system, pace) in enumerate(paces.items()):
-        for repeat in range(2):
-            scenario = scenario_of(system)
-            first = {"gemini": 5, "none": 99}.get(system, 1)
-
-            def fields(iteration: int, rank: int, first: int = first) -> dict[str, Any]:
-                return {} if iteration >= first else {"requested": False, "completed": (), "sent_bytes": 0}
-
-            folder = write_folder(
-                tmp_path, f"{system}-{repeat}", scenario, pace=pace, seed=10 * number + repeat, fields=fields
-            )
-            found.setdefault(system, []).append(folder)
-    redone = found["capricorn"][1]
-    for rank in range(2):
-        for iteration in range(8, 13):
-            append(redone / "iterations.jsonl", sample_of(iteration, rank, 1.3 + rank / 10, attempt=1))
-    write_record(redone, scenario_of("capricorn"))
-    return found
-
-
-def rows_of(comparison: Comparison) -> dict[str, ComparisonRow]:
-    return {row.label: row for row in comparison.rows}
+    return write_runs(tmp_path)
 
 
 @pytest.mark.parametrize("system", ["none", "capricorn", "gemini"])
@@ -152,12 +131,6 @@ def test_the_table_fits(runs: Runs, width: int) -> None:
     printed = show(compare_runs("large", {labels[system]: each for system, each in runs.items()}), width)
     assert max(map(len, printed.splitlines())) <= width
     assert "gemini a: gemini.mu=0.85; storage.medium=tmpfs" in " ".join(printed.split())
-
-
-def show(comparison: Comparison, width: int) -> str:
-    out = io.StringIO()
-    Console(file=out, width=width, highlight=False).print(comparison_table(comparison))
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
 def test_what_nothing_tells_from_1_is_no_difference(tmp_path: Path) -> None:
@@ -283,135 +256,12 @@ def test_a_shorter_run_and_other_settings_of_a_system_are_the_same_work(tmp_path
     comparison = compare_runs("", {"none": [here], "gemini": [write_folder(tmp_path, "b", shorter, pace=2.0)]})
     assert comparison.valid
     pairs = summed([tmp_path / "b"], "gemini", [here], "none")
-    assert len(pairs[0][0]) == 4
+    assert len(pairs[0][0]) == 3
     assert comparison.rows[1].slowdown == pytest.approx(sum(pairs[0][0]) / sum(pairs[0][1]))
     assert "6 to 12 iterations" in comparison.what
 
 
-# --- notes
-
-
-def test_it_is_noted_what_was_tuned_and_where_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from capricorn.registry import SYSTEMS, SystemInfo
-
-    monkeypatch.setitem(SYSTEMS, "filing", SystemInfo("x:y", "writes files", ("persistent",)))
-    tuned = scenario_of("gemini", gemini={"mu": 0.85, "tuned_in": "SWEEP"})
-    filed = scenario_of("filing", storage={"medium": "tmpfs", "fsync": True})
-    rows = rows_of(
-        compare_runs(
-            "",
-            {
-                "gemini": [write_folder(tmp_path, "a", tuned)],
-                "filing:storage.medium=tmpfs": [write_folder(tmp_path, "b", filed)],
-            },
-        )
-    )
-    assert rows["gemini"].notes == ("mu 0.85, tuned in SWEEP",)
-    assert rows["gemini"].tiers == ("local", "peer")
-    filing = rows["filing:storage.medium=tmpfs"]
-    assert filing.notes == ("storage.medium=tmpfs", "files go to memory (tmpfs), with fsync")
-    assert (filing.system, filing.tiers) == ("filing", ("persistent",))
-
-
-def test_runs_of_several_machines_are_noted(tmp_path: Path) -> None:
-    here = write_folder(tmp_path, "a", scenario_of("none"))
-    there = ENVIRONMENT.model_copy(update={"host": "elsewhere"})
-    comparison = compare_runs("", {"none": [here, write_folder(tmp_path, "b", scenario_of("none"), environment=there)]})
-    assert f"runs of several machines: {', '.join(sorted([ENVIRONMENT.host, 'elsewhere']))}" in comparison.notes
-
-
-# --- folders
-
-
-def test_run_folders_form_comparisons_by_work_and_mode(runs: Runs, tmp_path: Path) -> None:
-    emulated = write_folder(tmp_path, "e", scenario_of("none"), mode="emulated")
-    other = write_folder(tmp_path, "s", scenario_of("none", train={"iterations": 12, "warmup": 2, "seed": 1}))
-    mixed = [emulated, *runs["gemini"], *runs["none"], other, *runs["capricorn"]]
-    loaded = load_comparisons(mixed)
-    assert [comparison.mode for comparison, _ in loaded] == ["emulated", "live", "live"]
-    comparison, folders = loaded[1]
-    assert folders == {"gemini": runs["gemini"], "none": runs["none"], "capricorn": runs["capricorn"]}
-    assert rows_of(comparison) == rows_of(compare_runs("", runs))
-    assert loaded[2][1] == {"none": [other]}
-
-
-def test_runs_of_one_system_with_other_settings_are_no_repeats(tmp_path: Path) -> None:
-    spans = ("load", "layer", "load")
-    folders = [
-        write_folder(tmp_path, f"{k}", scenario_of("capricorn", planner={"spans": each}))
-        for k, each in enumerate(spans)
-    ]
-    none = [
-        write_folder(tmp_path, f"n{k}", scenario_of("none", planner={"spans": each})) for k, each in enumerate(spans)
-    ]
-    ((_, found),) = load_comparisons([*folders, *none])
-    assert found == {
-        "capricorn:planner.spans=load": [folders[0], folders[2]],
-        "capricorn:planner.spans=layer": [folders[1]],
-        "none": none,
-    }
-
-
-def test_a_run_that_tried_settings_is_left_out(tmp_path: Path) -> None:
-    sweep = write_folder(tmp_path, "sweep", scenario_of("gemini", gemini={"mu": "sweep"}))
-    none = write_folder(tmp_path, "none", scenario_of("none"))
-    assert [folders for _, folders in load_comparisons([sweep, none])] == [{"none": [none]}]
-    with pytest.raises(ConfigError, match="no finished run to compare in"):
-        load_comparisons([sweep])
-
-
-def test_a_comparison_that_is_not_done_shows_what_is_there_and_how_to_go_on(runs: Runs, tmp_path: Path) -> None:
-    folder, planned = plan(tmp_path, scenario_of(), "none", "capricorn", "gemini")
-    planned = started(planned, "none", 1, runs["none"][0].name)
-    planned = started(planned, "capricorn", 1, runs["capricorn"][0].name)
-    planned = started(planned, "gemini", 1, "never-recorded", failure="node 1 gave up")
-    write_compare(folder, CompareRecord(compare_id="c", started_at="", comparisons=(planned,)))
-    ((comparison, folders),) = load_comparisons([folder])
-    assert folders == {"none": runs["none"][:1], "capricorn": runs["capricorn"][:1], "gemini": []}
-    assert comparison.faults == (
-        "gemini, repeat 1: node 1 gave up",
-        "2 of 6 runs are done",
-    )
-    rows = rows_of(comparison)
-    assert (rows["gemini"].iteration_s_p50, rows["gemini"].slowdown, rows["gemini"].requested) == (None, None, 0)
-    assert rows["capricorn"].slowdown is not None
-    assert "gemini" in show(comparison, 80)
-
-
-def test_a_run_counts_once_when_its_comparison_is_named_too(runs: Runs, tmp_path: Path) -> None:
-    folder, planned = plan(tmp_path, scenario_of(), "none", "capricorn")
-    for variant in ("none", "capricorn"):
-        for repeat in (1, 2):
-            planned = started(planned, variant, repeat, runs[variant][repeat - 1].name)
-    write_compare(folder, CompareRecord(compare_id="c", started_at="", comparisons=(planned,)))
-    loaded = load_comparisons([*runs["none"], folder, *runs["gemini"], *runs["capricorn"]])
-    assert [folders.keys() for _, folders in loaded] == [{"none", "capricorn"}, {"gemini"}]
-
-
-def test_an_interrupted_run_and_a_failed_one_do_not_count(runs: Runs, tmp_path: Path) -> None:
-    folder, planned = plan(tmp_path, scenario_of(), "none", "gemini")
-    longer = scenario_of("gemini", iterations=20)
-    stopped = tmp_path / "stopped"
-    stopped.mkdir()
-    (stopped / "iterations.jsonl").write_bytes((runs["gemini"][0] / "iterations.jsonl").read_bytes())
-    write_record(stopped, longer)
-    planned = started(planned, "gemini", 1, "stopped")
-    planned = started(planned, "none", 1, runs["none"][0].name, failure="a save failed")
-    comparison = compare_planned(folder, planned)
-    assert comparison.runs == ()
-    assert "0 of 4 runs are done" in comparison.faults[-1]
-
-
-def plan(out: Path, scenario: Scenario, *systems: str) -> tuple[Path, PlannedComparison]:
-    variants = [Variant.parse(system) for system in systems]
-    return out / "compare", PlannedComparison.plan("", scenario, variants, 2)
-
-
-def started(
-    planned: PlannedComparison, variant: str, repeat: int, run_id: str, failure: str = ""
-) -> PlannedComparison:  # fmt: skip
-    run = next(each for each in planned.runs if (each.variant, each.repeat) == (variant, repeat))
-    return planned.with_run(run.model_copy(update={"run_id": run_id, "failure": failure}))
+# --- two runs
 
 
 def test_the_ratio_of_two_runs_of_one_system_is_that_of_their_iterations(runs: Runs) -> None:

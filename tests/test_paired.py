@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from capricorn.report.paired import Durations, paired_ratio
+from capricorn.report.paired import Durations, paired_ratio, unpaired
 
 Runs: TypeAlias = list[dict[int, float]]
 """Seconds by iteration, of each repeat."""
@@ -92,6 +92,14 @@ def _flat(found: Any) -> tuple[float, float, float]:
 def test_only_iterations_that_both_have_are_compared() -> None:
     found = ratio([{21: 2.0, 22: 3.0, 23: 9.0}], [{1: 100.0, 21: 1.0, 22: 1.5}])
     assert found.value == 2.0
+
+
+def test_runs_in_no_ratio_are_those_without_a_partner_of_their_repeat() -> None:
+    ours = series([{1: 2.0}, {1: 2.0}, None, {1: 2.0}, {1: 2.0}])
+    theirs = series([{1: 1.0}, None, {1: 1.0}, {2: 1.0}])
+    assert unpaired(ours, theirs) == [1, 3, 4]
+    assert unpaired(theirs, ours) == [2, 3]
+    assert unpaired(ours, ours) == []
 
 
 def test_repeats_are_paired_by_number_also_if_one_system_has_fewer() -> None:

@@ -21,7 +21,7 @@ from capricorn.resolve import load_model
 FIGURES = Path(__file__).parents[1] / "docs"
 SCENARIO = Scenario(
     model=load_model("mixtral-tiny"),
-    train=TrainConfig(iterations=5, warmup=1),
+    train=TrainConfig(iterations=7, warmup=1),
     cluster=ClusterConfig(nodes=2),
     system=SystemConfig(every=1),
 )
@@ -48,8 +48,8 @@ def write(folder: Path, iteration: int, rank: int, **fields: Any) -> None:
 
 
 def run(folder: Path, by_rank: dict[int, dict[str, Any]], by_iteration: dict[int, dict[str, Any]] | None = None) -> Any:
-    """The summary of five iterations, of which the last four are measured; `by_iteration` is of rank 1 alone."""
-    for iteration in range(1, 6):
+    """The summary of seven iterations, of which the last four are measured; `by_iteration` is of rank 1 alone."""
+    for iteration in range(1, 8):
         for rank in range(2):
             fields = by_rank.get(rank, {})
             if rank == 1 and by_iteration is not None:
@@ -91,17 +91,18 @@ def test_a_run_that_did_nothing_knows_nothing_of_planning(tmp_path: Path) -> Non
 
 
 def test_an_iteration_is_profiled_or_replanned_when_one_rank_says_so(tmp_path: Path) -> None:
-    summary = run(tmp_path, {}, {2: {"profiled": True}, 3: {"replanned": True}, 4: {"replanned": True}})
+    summary = run(tmp_path, {}, {4: {"profiled": True}, 5: {"replanned": True}, 6: {"replanned": True}})
     assert (summary["profiled_frac"], summary["replanned"]) == (0.25, 2)
 
 
-def test_warm_up_and_the_first_checkpoint_count_for_nothing(tmp_path: Path) -> None:
-    summary = run(tmp_path, {}, {1: PLANNED | {"profiled": True, "replanned": True, "profile_s": 9.0}})
+def test_warm_up_and_the_first_checkpoints_count_for_nothing(tmp_path: Path) -> None:
+    fields = PLANNED | {"profiled": True, "replanned": True, "profile_s": 9.0}
+    summary = run(tmp_path, {}, dict.fromkeys((1, 2, 3), fields))
     assert {summary[key] for key in KEYS} == {0, None}
 
 
 def test_planning_costs_what_it_takes_the_slowest_rank(tmp_path: Path) -> None:
-    costs = {2: {"profile_s": 0.03, "plan_s": 0.01}, 5: {"profile_s": 0.002, "plan_s": 0.004, "duration_s": 4.0}}
+    costs = {4: {"profile_s": 0.03, "plan_s": 0.01}, 7: {"profile_s": 0.002, "plan_s": 0.004, "duration_s": 4.0}}
     summary = run(tmp_path, {0: {"plan_s": 0.002}}, costs)
     assert summary["planning_s_p50"] == pytest.approx(0.004)  # of 40, 2, 2, 6 ms
     assert summary["planning_frac"] == pytest.approx(0.050 / 10)
@@ -120,7 +121,7 @@ def test_hiding_more_than_was_planned_on_one_rank_makes_up_for_nothing_on_anothe
 
 
 def test_hiding_more_than_was_planned_in_one_iteration_makes_up_for_nothing_in_another(tmp_path: Path) -> None:
-    fates = {2: {"planned_bytes": 400, "hidden_bytes": 1000}, 3: {"planned_bytes": 600, "hidden_bytes": 0}}
+    fates = {4: {"planned_bytes": 400, "hidden_bytes": 1000}, 5: {"planned_bytes": 600, "hidden_bytes": 0}}
     assert run(tmp_path, {}, fates)["partition_accuracy_frac"] == 0.4
 
 
@@ -132,7 +133,7 @@ def test_losses_are_those_of_the_rank_that_lost_most(tmp_path: Path) -> None:
 
 def test_idle_time_is_that_of_the_rank_with_least_among_those_that_measured_it(tmp_path: Path) -> None:
     summary = run(
-        tmp_path, {0: PLANNED, 1: PLANNED}, {i: {"idle_s": idle} for i, idle in ((2, 0.0), (3, 1.0), (4, 1.2))}
+        tmp_path, {0: PLANNED, 1: PLANNED}, {i: {"idle_s": idle} for i, idle in ((4, 0.0), (5, 1.0), (6, 1.2))}
     )
     assert summary["idle_s"] == pytest.approx(1.35)  # of 1.5, 1.0, 1.2, 1.5
     assert summary["planned_link_bytes_per_s"] == 500
@@ -169,7 +170,7 @@ def test_what_fits_the_idle_spans_has_a_lower_bound_of_zero_and_no_row_for_it(tm
 
 
 def test_the_table_tells_of_planning_hiding_and_the_lower_bound(tmp_path: Path) -> None:
-    text = shown(run(tmp_path, {0: PLANNED, 1: PLANNED}, {3: {"profiled": True, "replanned": True}}))
+    text = shown(run(tmp_path, {0: PLANNED, 1: PLANNED}, {5: {"profiled": True, "replanned": True}}))
     assert "profiled 25% of iterations, 1 replan; took p50 1 ms, 0.05%" in text
     assert "90% of bytes, colliding 7.5%, overflow 2.5%; accuracy 0.9" in text
     assert "0.5 s an iteration cannot hide in 1.5 s of idle spans" in text

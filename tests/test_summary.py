@@ -64,7 +64,8 @@ def both_ranks(*iterations: int, attempt: int = 0, **fields: Any) -> list[Iterat
 
 def test_an_iteration_lasts_as_long_as_on_its_slowest_rank(tmp_path: Path) -> None:
     for i in range(1, 5):
-        write(tmp_path, sample(i, 0, duration_s=i), sample(i, 1, duration_s=10 * i, stall_s=0.2))
+        fast, slow = sample(i, 0, duration_s=i, requested=False), sample(i, 1, duration_s=10 * i, stall_s=0.2)
+        write(tmp_path, fast, slow.model_copy(update={"requested": False}))
     summary, verdict = summarize(tmp_path, scenario(4, warmup=1))
     assert verdict == "ok"
     assert summary["iterations"] == 4
@@ -75,14 +76,26 @@ def test_an_iteration_lasts_as_long_as_on_its_slowest_rank(tmp_path: Path) -> No
     assert summary["tokens_per_s"] == pytest.approx(3 * 200 / 90)
 
 
-def test_warm_up_and_the_first_checkpoint_are_left_out_and_reported_apart(tmp_path: Path) -> None:
+def test_warm_up_and_the_first_checkpoints_are_left_out_and_the_very_first_is_reported_apart(tmp_path: Path) -> None:
     write(tmp_path, *both_ranks(1, 2, duration_s=50, requested=False), *both_ranks(3, duration_s=20, stall_s=9))
-    write(tmp_path, *both_ranks(4, 5, duration_s=2, stall_s=1))
-    summary, _ = summarize(tmp_path, scenario(5, warmup=2))
+    write(tmp_path, *both_ranks(4, 5, duration_s=20, stall_s=3), *both_ranks(6, 7, duration_s=2, stall_s=1))
+    summary, _ = summarize(tmp_path, scenario(7, warmup=2))
     assert summary["measured_iterations"] == 2
     assert summary["iteration_s_p50"] == 2
     assert summary["stall_s_max"] == 1
     assert summary["first_stall_s"] == 9
+
+
+def test_a_system_of_few_checkpoints_has_settled_after_the_last_of_them(tmp_path: Path) -> None:
+    for i in range(1, 9):
+        requested = i in (3, 6)
+        write(tmp_path, *both_ranks(i, duration_s=20 if i < 7 else 2, requested=requested))
+    assert summarize(tmp_path, scenario(8, warmup=1))[0]["measured_iterations"] == 2
+
+
+def test_a_warm_up_that_is_longer_than_settling_counts(tmp_path: Path) -> None:
+    write(tmp_path, *both_ranks(*range(1, 11)))
+    assert summarize(tmp_path, scenario(10, warmup=6))[0]["measured_iterations"] == 4
 
 
 def test_a_run_of_one_iteration_still_has_a_summary(tmp_path: Path) -> None:

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import pandas as pd
 
-from capricorn.comparison import require_same_work
+from capricorn.comparison import BASE, CHECKPOINTS, differing, require_same_checkpoints, require_same_work, settings_of
 from capricorn.config import Scenario
 from capricorn.errors import ConfigError
-from capricorn.records import Mode, read_run
+from capricorn.records import Mode
 from capricorn.registry import FILES, SYSTEMS
 from capricorn.report.measured import Measured, is_checkpointing, loss_faults
 from capricorn.report.numbers import number, quantile
-from capricorn.report.paired import Ratio, paired_ratio
+from capricorn.report.paired import Durations, Ratio, paired_ratio, unpaired
 from capricorn.report.tables import describe_place
 from capricorn.units import Bytes, Seconds
 from capricorn.values import Frozen
 
-BASE, OURS = "none", "capricorn"
+OURS = "capricorn"
+SHARES = {BASE: "slowdown", OURS: "speedup of Capricorn"}
+"""By system the ratio in which it is the other one."""
 
 Runs: TypeAlias = Mapping[str, Sequence[Measured | None]]
 """By label of a variant, its runs by repeat; None where one is missing."""
@@ -49,7 +51,7 @@ class ComparisonRow(Frozen):
     tiers: tuple[str, ...] = ()
     """It restores from these."""
     notes: tuple[str, ...] = ()
-    """What was chosen for it: a tuned factor, where it writes, whether it fsyncs, what is corrected."""
+    """What was chosen for it: a tuned factor, where it writes, whether it fsyncs; and its runs that are in no ratio."""
     runs: tuple[str, ...] = ()
 
 
@@ -74,30 +76,30 @@ def compare_runs(label: str, runs: Mapping[str, Sequence[Path | None]]) -> Compa
     """The comparison of finished runs: by label of a variant its folders by repeat, None where one is missing.
 
     Raises:
-        ConfigError: there is no run, one is damaged, or they did not do the same work in the same mode.
+        ConfigError: there is no run, one is damaged, or they did not do the same work in the same mode, or did not make
+            the same checkpoints.
     """
-    first = next((folder for folders in runs.values() for folder in folders if folder), None)
-    if first is None:
+    read = {variant: [Measured.read(each) if each else None for each in several] for variant, several in runs.items()}
+    records = {run.record.run_id: run.record for several in read.values() for run in several if run}
+    if not records:
         raise ConfigError("there is no finished run to compare")
-    return compare_within(label, runs, read_run(first).config)
+    require_same_checkpoints(records)
+    return compare_within(label, read, next(iter(records.values())).config)
 
 
-def compare_within(label: str, folders: Mapping[str, Sequence[Path | None]], scenario: Scenario) -> Comparison:
+def compare_within(label: str, runs: Runs, scenario: Scenario) -> Comparison:
     """The same of runs of that scenario under several systems; there may be none yet.
 
     Raises:
-        ConfigError: a run is damaged, or they did not do the same work in the same mode.
+        ConfigError: they did not do the same work in the same mode.
     """
-    runs = {
-        variant: [Measured.read(each) if each else None for each in several] for variant, several in folders.items()
-    }
     measured = [run for each in runs.values() for run in each if run]
     require_same_work({run.record.run_id: run.record for run in measured})
-    base, ours = (_runs_of(system, runs) for system in (BASE, OURS))
-    rows = tuple(_row(variant, each, base, ours) for variant, each in runs.items())
+    others = {system: _runs_of(system, runs) for system in SHARES}
+    rows = tuple(_row(variant, each, others, scenario) for variant, each in runs.items())
     losses = loss_faults(sorted(measured, key=lambda run: run.record.system != BASE))
     on_cpu = scenario.cluster.device == "cpu"
-    faults = [f"{run.record.run_id}: {run.record.verdict}" for run in measured if run.record.verdict != "ok"]
+    faults = [f"{run.record.run_id}: {run.verdict}" for run in measured if run.verdict != "ok"]
     faults += [*_unrequested(runs), *(losses if on_cpu else [])]
     return Comparison(
         label=label,
@@ -108,7 +110,7 @@ def compare_within(label: str, folders: Mapping[str, Sequence[Path | None]], sce
         rows=rows,
         runs=tuple(run.record.run_id for run in measured),
         # The order of sums is not fixed on other devices.
-        notes=(*_unknown(runs), *_hosts(measured), *([] if on_cpu else losses)),
+        notes=(*_unknown(runs), *_unrepeated(runs), *_hosts(measured), *([] if on_cpu else losses)),
     )
 
 
@@ -125,13 +127,11 @@ def _system_of(label: str) -> str:
     return label.partition(":")[0]
 
 
-def _row(
-    label: str, runs: Sequence[Measured | None], base: Sequence[Measured | None], ours: Sequence[Measured | None]
-) -> ComparisonRow:
+def _row(label: str, runs: Sequence[Measured | None], others: Runs, scenario: Scenario) -> ComparisonRow:
     there = [run for run in runs if run]
     steady = pd.concat([run.steady for run in there]) if there else pd.DataFrame(columns=["duration_s", "stall_s"])
-    slowdown, speedup = _ratio(runs, base), _ratio(runs, ours)
-    summaries = [run.record.summary for run in there]
+    slowdown, speedup = (_ratio(runs, others[system]) for system in SHARES)
+    summaries = [run.summary for run in there]
     return ComparisonRow(
         label=label,
         system=_system_of(label),
@@ -147,31 +147,56 @@ def _row(
         store_bytes=_most("store_bytes", summaries),
         sent_bytes_per_iteration=number(steady["sent_bytes"].mean()) if len(steady) else None,
         tiers=SYSTEMS[_system_of(label)].tiers if _system_of(label) in SYSTEMS else (),
-        notes=_notes(label, there),
+        notes=(*_settings(label, there, scenario), *_partnerless(runs, others)),
         runs=tuple(run.record.run_id for run in there),
     )
 
 
 def _ratio(runs: Sequence[Measured | None], base: Sequence[Measured | None]) -> Ratio | None:
-    ours, theirs = ([run.durations_s if run else None for run in each] for each in (runs, base))
-    return paired_ratio(ours, theirs)
+    return paired_ratio(_durations(runs), _durations(base))
+
+
+def _durations(runs: Sequence[Measured | None]) -> list[Durations | None]:
+    return [run.durations_s if run else None for run in runs]
 
 
 def _most(key: str, summaries: Sequence[Mapping[str, Any]]) -> Bytes | None:
     return max((value for summary in summaries if (value := summary.get(key)) is not None), default=None)
 
 
-def _notes(label: str, runs: Sequence[Measured]) -> tuple[str, ...]:
-    """The settings that are its own, a tuned factor, and where its files go."""
-    notes = label.split(":")[1:]
+def _settings(label: str, runs: Sequence[Measured], scenario: Scenario) -> Iterator[str]:
+    """The settings that are its own, what they make of it, a tuned factor, and where its files go."""
+    own = label.split(":")[1:]
+    yield from own
     for config in (run.record.config for run in runs[:1]):
+        yield from _checkpoints(own, config, scenario)
         if config.gemini.tuned_in:
-            notes.append(f"mu {config.gemini.mu:g}, tuned in {config.gemini.tuned_in}")
+            yield f"mu {config.gemini.mu:g}, tuned in {config.gemini.tuned_in}"
+        if config.system.name == OURS and config.planner.spans == "none":
+            why = "" if config.emulation else " where the CPU that computes moves the bytes"
+            yield f"planner.spans=none sends as soon as staged: nothing is planned{why}"
         system = SYSTEMS.get(config.system.name)
         if system and set(FILES) <= set(system.tiers):
             where = {"disk": "the disk of the run folder", "tmpfs": "memory (tmpfs)"}[config.storage.medium]
-            notes.append(f"files go to {where}, {'with' if config.storage.fsync else 'without'} fsync")
-    return tuple(notes)
+            yield f"files go to {where}, {'with' if config.storage.fsync else 'without'} fsync"
+
+
+def _checkpoints(own: Sequence[str], config: Scenario, scenario: Scenario) -> Iterator[str]:
+    """What the settings of its own change in the checkpoints that are compared."""
+    asked = {assignment.partition("=")[0] for assignment in own} & set(CHECKPOINTS)
+    ours, theirs = settings_of(config), settings_of(scenario)
+    if config.system.name != BASE:
+        for key in [key for key in differing(ours, theirs) if key in asked]:
+            yield f"makes other checkpoints than the others: {key} is {ours[key]}, theirs is {theirs[key]}"
+
+
+def _partnerless(runs: Sequence[Measured | None], others: Runs) -> Iterator[str]:
+    """Its runs that count in the medians and in no ratio."""
+    for system, what in SHARES.items():
+        theirs = others[system]
+        alone = [runs[repeat] for repeat in unpaired(_durations(runs), _durations(theirs))] if any(theirs) else []
+        if names := ", ".join(run.record.run_id for run in alone if run):
+            yield f"not in the {what}, without a run of {system} that has the repeat and iterations in common: {names}"
 
 
 # --- faults and notes of the whole -------------------------------------------------------------------------------
@@ -183,7 +208,7 @@ def _unrequested(runs: Runs) -> list[str]:
         f"{label} was to make no checkpoint in its {run.record.config.train.iterations} iterations: train longer"
         for label, each in runs.items()
         for run in [run for run in each if run][:1]
-        if is_checkpointing(run.record) and not run.record.summary["requested"]
+        if is_checkpointing(run.record) and not run.summary["requested"]
     ]
 
 
@@ -191,6 +216,12 @@ def _unknown(runs: Runs) -> list[str]:
     systems = set(map(_system_of, runs))
     unknown = {BASE: "slowdowns are", OURS: "the speedup of Capricorn is"}
     return [f"{what} unknown without {system}" for system, what in unknown.items() if system not in systems]
+
+
+def _unrepeated(runs: Runs) -> list[str]:
+    """That the intervals hold less than they seem to."""
+    is_once = max(sum(run is not None for run in each) for each in runs.values()) == 1
+    return ["one run of each: intervals leave out how one run differs from the next; use --repeats"] if is_once else []
 
 
 def _hosts(runs: Sequence[Measured]) -> list[str]:

@@ -10,20 +10,23 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from capricorn.report.cells import (
+    LEGEND,
+    format_effective,
+    format_memory,
+    format_size,
+    format_tiers,
+    format_time,
+    ratio_parts,
+)
 from capricorn.sizing import Needs
-from capricorn.units import format_bytes, format_seconds
+from capricorn.units import format_bytes
 
 if TYPE_CHECKING:
     from capricorn.report.comparison import Comparison, ComparisonRow, Interval
 
-NONE = "-"
-NO_DIFFERENCE = "no difference"
 TIMES = ("", "iteration", "stall", "slowdown", "speedup of Capricorn")
 COSTS = ("", "effective", "sent per iteration", "memory + store", "restores from")
-LEGEND = (
-    "Iteration and stall: medians. Slowdown against none, speedup of Capricorn over each: ratio of the time of the "
-    "iterations that both measured, with its 95 % interval."
-)
 
 
 def comparison_table(comparison: Comparison, *, caption: bool = True) -> RenderableType:
@@ -65,36 +68,21 @@ def _names(labels: Sequence[str]) -> dict[str, str]:
 
 def _times(row: ComparisonRow) -> tuple[str, ...]:
     return (
-        NONE if row.iteration_s_p50 is None else format_seconds(row.iteration_s_p50),
-        NONE if row.stall_s_p50 is None else format_seconds(row.stall_s_p50),
-        _ratio(row.slowdown, row.slowdown_ci),
-        _ratio(row.speedup_of_capricorn, row.speedup_ci),
+        format_time(row.iteration_s_p50),
+        format_time(row.stall_s_p50),
+        _stacked(row.slowdown, row.slowdown_ci),
+        _stacked(row.speedup_of_capricorn, row.speedup_ci),
     )
 
 
 def _costs(row: ComparisonRow) -> tuple[str, ...]:
-    store = "" if row.store_bytes is None else f" + {format_bytes(row.store_bytes)}"
-    return (
-        f"{row.effective}/{row.requested}" if row.requested else NONE,
-        NONE if row.sent_bytes_per_iteration is None else format_bytes(row.sent_bytes_per_iteration),
-        NONE if row.peak_rss_bytes is None else format_bytes(row.peak_rss_bytes) + store,
-        ", ".join(row.tiers) or NONE,
-    )
+    memory = format_memory(row.peak_rss_bytes, row.store_bytes)
+    return format_effective(row), format_size(row.sent_bytes_per_iteration), memory, format_tiers(row)
 
 
-def _ratio(value: float | None, interval: Interval | None) -> str:
-    """A ratio that nothing tells from 1 is no difference; that of a system to itself is 1."""
-    if value is None or interval is None:
-        return NONE
-    low, high = interval
-    if low == high == 1:
-        return "1"
-    shown = f"{NO_DIFFERENCE}\n" if low <= 1 <= high else f"{_figure(value)} "
-    return f"{shown}[{_figure(low)}, {_figure(high)}]"
-
-
-def _figure(ratio: float) -> str:
-    return f"{ratio:.3f}" if ratio < 10 else f"{ratio:.3g}"
+def _stacked(value: float | None, interval: Interval | None) -> str:
+    """A ratio as narrow as it can be: what is most worth knowing above."""
+    return "\n".join(reversed(ratio_parts(value, interval)))
 
 
 def _table(*columns: str) -> Table:

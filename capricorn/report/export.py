@@ -9,13 +9,16 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+from capricorn.report.cells import (
+    format_effective,
+    format_memory,
+    format_notes,
+    format_ratio,
+    format_size,
+    format_tiers,
+    format_time,
+)
 from capricorn.report.comparison import Comparison, ComparisonRow, Interval
-from capricorn.units import Seconds, format_bytes, format_seconds
-
-NONE = "-"
-NO_DIFFERENCE = "no difference"
-DIFFERS_NOT = f", {NO_DIFFERENCE}"
-"""What a ratio ends with if its interval holds 1."""
 
 Raw: TypeAlias = Callable[[Comparison, ComparisonRow], Any]
 
@@ -83,45 +86,18 @@ class Column(NamedTuple):
     """Whether it holds figures, which are aligned to the right."""
 
 
-def _seconds(value: Seconds | None) -> str:
-    return NONE if value is None else format_seconds(value)
-
-
-def format_ratio(value: float | None, interval: Interval | None) -> str:
-    """`1.099 [1.079, 1.136]`, and that there is no difference where the interval holds 1."""
-    if value is None:
-        return NONE
-    if interval is None:
-        return f"{value:.3f}"
-    low, high = interval
-    if low == high == 1:  # of the same runs
-        return "1"
-    verdict = DIFFERS_NOT if low <= 1 <= high else ""
-    return f"{value:.3f} [{low:.3f}, {high:.3f}]{verdict}"
-
-
-def format_memory(rss_bytes: int | None, store_bytes: int | None) -> str:
-    """Resident memory of the processes and what the stores hold beside it."""
-    parts = [format_bytes(part) for part in (rss_bytes, store_bytes) if part is not None]
-    return " + ".join(parts) or NONE
-
-
-def _sent(row: ComparisonRow) -> str:
-    return NONE if row.sent_bytes_per_iteration is None else format_bytes(row.sent_bytes_per_iteration)
-
-
 COLUMNS: tuple[Column, ...] = (
     Column("system", lambda row: row.label, is_figure=False),
-    Column("iteration\n(p50)", lambda row: _seconds(row.iteration_s_p50)),
-    Column("stall\n(p50)", lambda row: _seconds(row.stall_s_p50)),
+    Column("iteration\n(p50)", lambda row: format_time(row.iteration_s_p50)),
+    Column("stall\n(p50)", lambda row: format_time(row.stall_s_p50)),
     Column("slowdown\n[95 %]", lambda row: format_ratio(row.slowdown, row.slowdown_ci)),
     Column("speedup of\nCapricorn [95 %]", lambda row: format_ratio(row.speedup_of_capricorn, row.speedup_ci)),
-    Column("effective /\nrequested", lambda row: f"{row.effective}/{row.requested}" if row.requested else NONE),
-    Column("sent /\niteration", _sent),
+    Column("effective /\nrequested", format_effective),
+    Column("sent /\niteration", lambda row: format_size(row.sent_bytes_per_iteration)),
     Column("memory\n(RSS + store)", lambda row: format_memory(row.peak_rss_bytes, row.store_bytes)),
-    Column("restores\nfrom", lambda row: ", ".join(row.tiers) or NONE, is_figure=False),
+    Column("restores\nfrom", format_tiers, is_figure=False),
 )
-NOTES = Column("notes", lambda row: "; ".join(row.notes) or NONE, is_figure=False)
+NOTES = Column("notes", format_notes, is_figure=False)
 
 
 def columns_of(comparison: Comparison) -> tuple[Column, ...]:
@@ -149,10 +125,3 @@ def remarks(comparison: Comparison) -> list[str]:
     if comparison.notes:
         lines.append(f"Note: {'; '.join(comparison.notes)}.")
     return lines
-
-
-LEGEND = (
-    "Iteration time is that of the slowest rank; slowdown is the time of the same iterations over that without "
-    "checkpoints; the speedup of Capricorn is the time of the system over that of Capricorn. Intervals hold the ratio "
-    f"with 95 % confidence; where one holds 1 there is {NO_DIFFERENCE}. Memory is of all ranks together."
-)

@@ -9,9 +9,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from capricorn.report.comparison import BASE, Comparison
+from capricorn.comparison import BASE
+from capricorn.report.cells import DIFFERS_NOT, NO_DIFFERENCE, format_memory, format_ratio
+from capricorn.report.comparison import Comparison
 from capricorn.report.drawing import INK, Picture, TimeUnit, colour, new_axes, note_row, rows_axes, settle, styled
-from capricorn.report.export import DIFFERS_NOT, NO_DIFFERENCE, format_memory, format_ratio
 from capricorn.report.figure_data import Shown, memory_of, most_skewed, read_shown
 from capricorn.report.timeline import draw_timeline
 from capricorn.units import format_seconds

@@ -9,8 +9,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from capricorn.errors import ConfigError
+from capricorn.report.cells import LEGEND
 from capricorn.report.comparison import Comparison
-from capricorn.report.export import LEGEND, RAW_COLUMNS, caption, columns_of, raw_rows, remarks, title
+from capricorn.report.export import RAW_COLUMNS, caption, columns_of, raw_rows, remarks, title
 
 _MARKS = re.compile(r"([\\`*|<]|~(?=~)|(?<=])\(|(?<!\w)_|_(?!\w))")
 """What Markdown would not print as it is."""
@@ -39,7 +41,16 @@ def escaped(text: str) -> str:
 
 
 def as_csv(comparisons: Sequence[Comparison]) -> str:
-    """One row for each system of each comparison, in full precision; an empty field is not known."""
+    """One row for each system of each comparison, in full precision; an empty field is not known.
+
+    Raises:
+        ConfigError: they are of several modes.
+    """
+    modes = sorted({comparison.mode for comparison in comparisons})
+    if len(modes) > 1:
+        raise ConfigError(
+            f"CSV is one table, and {' and '.join(modes)} figures never share one: export them one by one, or as json"
+        )
     text = io.StringIO()
     writer = csv.DictWriter(text, list(RAW_COLUMNS), lineterminator="\n")
     writer.writeheader()

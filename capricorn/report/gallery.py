@@ -1,4 +1,4 @@
-"""Figures as files of a folder, with a list of the runs that each shows. Writes no file itself."""
+"""Figures as files of a folder, with a list of the runs that each shows. Reads and writes no file itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from capricorn.report.drawing import PNG, SVG, Picture, encode
 from capricorn.report.export import slugs
 from capricorn.report.formats import escaped
 
-INDEX, README = "figures.json", "README.md"
+INDEX, PAGE = "figures.json", "FIGURES.md"
 
 
 def figure_files(
@@ -25,9 +25,18 @@ def figure_files(
             files |= made
             entries.append((comparison, picture, list(made)))
     index = [_entry(*entry) for entry in entries]
-    files[INDEX] = (json.dumps({"figures": index}, indent=2) + "\n").encode()
-    files[README] = "\n".join(["# Figures\n", *(_section(*entry) for entry in entries)]).encode()
+    files[INDEX] = (json.dumps({"figures": index, "page": PAGE}, indent=2) + "\n").encode()
+    files[PAGE] = "\n".join(["# Figures\n", *(_section(*entry) for entry in entries)]).encode()
     return files
+
+
+def files_of(index: str) -> set[str]:
+    """The files of the export that left this text in its index, with the index; none if no export of ours left it."""
+    try:
+        table = json.loads(index)
+        return {*(file for entry in table["figures"] for file in entry["files"]), INDEX, table.get("page", INDEX)}
+    except (ValueError, TypeError, LookupError):
+        return set()
 
 
 def _entry(comparison: Comparison, picture: Picture, files: Sequence[str]) -> dict[str, object]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from capricorn.report.cells import DIFFERS_NOT, LEGEND, NO_DIFFERENCE
 from capricorn.report.comparison import Comparison, ComparisonRow
-from capricorn.report.export import COLUMNS, DIFFERS_NOT, LEGEND, NO_DIFFERENCE, Column, caption, remarks, slugs, title
+from capricorn.report.export import COLUMNS, Column, caption, remarks, slugs, title
 
 MAX_RUNS = 6
 """That a caption names; of more it says how many."""

@@ -9,8 +9,9 @@ from typing import Any, TypeAlias
 
 import pandas as pd
 
+from capricorn.comparison import BASE
 from capricorn.records import RunRecord, read_run
-from capricorn.report.summary import RunSamples
+from capricorn.report.summary import RunSamples, Summary, summary_of
 
 Losses: TypeAlias = Mapping[tuple[int, int], float]
 """By iteration and rank."""
@@ -18,9 +19,13 @@ Losses: TypeAlias = Mapping[tuple[int, int], float]
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one run measured; nothing in it comes from the summary that is stored."""
+    """What one run measured; nothing but the record itself comes from what is stored there."""
 
     record: RunRecord
+    summary: Summary
+    """Of the samples, as the one that is stored was when they were."""
+    verdict: str
+    """`ok`, or what is wrong with the run, by that summary."""
     steady: pd.DataFrame
     """One row per iteration that counts, folded over ranks; none of those before the first checkpoint was due."""
     losses: Losses
@@ -40,7 +45,8 @@ class Measured:
         samples = RunSamples.read(folder, record.config)
         lasting = samples.lasting[["iteration", "rank", "loss"]].itertuples(index=False)
         losses = {(int(iteration), int(rank)): float(loss) for iteration, rank, loss in lasting}
-        return cls(record, _checkpointed(samples, record), losses)
+        summary, verdict = summary_of(samples, folder, record.config, record.environment.num_cpus)
+        return cls(record, summary, verdict, _checkpointed(samples, record), losses)
 
 
 def _checkpointed(samples: RunSamples, record: RunRecord) -> pd.DataFrame:
@@ -54,7 +60,7 @@ def _checkpointed(samples: RunSamples, record: RunRecord) -> pd.DataFrame:
 
 def is_checkpointing(record: RunRecord) -> bool:
     """Whether the run was to keep checkpoints at all."""
-    return record.system != "none" and record.config.system.every > 0
+    return record.system != BASE and record.config.system.every > 0
 
 
 def loss_faults(runs: Sequence[Measured]) -> list[str]:

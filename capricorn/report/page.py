@@ -10,9 +10,10 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 import capricorn
+from capricorn.report.cells import LEGEND
 from capricorn.report.comparison import Comparison
 from capricorn.report.drawing import Picture, inline_svg
-from capricorn.report.export import LEGEND, NOTES, caption, columns_of, remarks, slugs, title
+from capricorn.report.export import NOTES, caption, columns_of, remarks, slugs, title
 
 TEMPLATE = "page.html"
 

@@ -32,11 +32,7 @@ def paired_ratio(ours: Sequence[Durations | None], theirs: Sequence[Durations | 
     are compared, not their medians: a system that stalls in one iteration of three pays for it, and no median would
     show that.
     """
-    pairs = [
-        pair
-        for one, other in zip(ours, theirs, strict=False)
-        if one is not None and other is not None and (pair := _common(one, other)).shape[1]
-    ]
+    pairs = list(_pairs(ours, theirs).values())
     if not pairs:
         return None
     ours_s, theirs_s = sum(pair.sum(1) for pair in pairs)
@@ -46,6 +42,21 @@ def paired_ratio(ours: Sequence[Durations | None], theirs: Sequence[Durations | 
     low, high = map(float, np.exp(edges))
     # Rounding alone may put the value outside where all resamples are alike.
     return Ratio(value, (min(low, value), max(high, value)))
+
+
+def unpaired(ours: Sequence[Durations | None], theirs: Sequence[Durations | None]) -> list[int]:
+    """Repeats, from 0, of which there is a run of ours that is in no ratio with theirs: it has no partner."""
+    pairs = _pairs(ours, theirs)
+    return [repeat for repeat, one in enumerate(ours) if one is not None and repeat not in pairs]
+
+
+def _pairs(ours: Sequence[Durations | None], theirs: Sequence[Durations | None]) -> dict[int, Pair]:
+    """By repeat what both measured; one of the two may have fewer repeats."""
+    return {
+        repeat: pair
+        for repeat, (one, other) in enumerate(zip(ours, theirs, strict=False))
+        if one is not None and other is not None and (pair := _common(one, other)).shape[1]
+    }
 
 
 def _common(ours: Durations, theirs: Durations) -> Pair:

@@ -24,6 +24,8 @@ from capricorn.report.fidelity import fidelity, fidelity_faults
 from capricorn.report.numbers import number, quantile, ratio
 from capricorn.report.planning import planning
 
+SETTLING = 3
+"""Checkpoints after which a system is taken to have settled."""
 STORE = "store.json"
 """Written by the launcher: `{"store_bytes": n}`, the largest size of all stores of the run."""
 
@@ -38,7 +40,15 @@ def summarize(run_dir: Path, scenario: Scenario, num_cpus: int = 1) -> tuple[Sum
     Raises:
         ConfigError: a file of the folder is damaged.
     """
-    run = RunSamples.read(run_dir, scenario)
+    return summary_of(RunSamples.read(run_dir, scenario), run_dir, scenario, num_cpus)
+
+
+def summary_of(run: RunSamples, run_dir: Path, scenario: Scenario, num_cpus: int) -> tuple[Summary, str]:
+    """The same of samples that have been read from that folder.
+
+    Raises:
+        ConfigError: another file of the folder is damaged.
+    """
     summary: Summary = {"iterations": run.num_done, **_times(run), **_checkpoints(run), **_recoveries(run)}
     summary |= _moved(run) | _memory(run, run_dir) | planning(run.measured) | fidelity(run_dir, scenario, num_cpus)
     return summary, verdict(summary, scenario)
@@ -72,7 +82,7 @@ class RunSamples:
     iterations: pd.DataFrame
     """One row per iteration done, indexed by it: its last attempt, folded over ranks."""
     steady: pd.DataFrame
-    """The iterations after warm-up and after the first checkpoint."""
+    """The iterations after warm-up and after the first checkpoints, by which a system settles."""
     measured: pd.DataFrame
     """The samples of which `steady` was folded."""
     recoveries: list[RecoverySample]
@@ -155,10 +165,13 @@ def _over_ranks(kept: pd.DataFrame) -> pd.DataFrame:
 
 
 def _steady(iterations: pd.DataFrame, scenario: Scenario) -> pd.DataFrame:
-    """The first checkpoint allocates and connects, so it is reported apart, unless nothing else was measured."""
+    """After warm-up and after the first checkpoints, unless nothing else was measured.
+
+    The first one allocates and connects; by how it and the next ones leave, a planner comes to know the link.
+    """
     measured = iterations[iterations.index > scenario.train.warmup]
-    requested = iterations.index[iterations["requested"]]
-    later = measured[measured.index > requested[0]] if len(requested) else measured
+    requested = iterations.index[iterations["requested"]][:SETTLING]
+    later = measured[measured.index > requested[-1]] if len(requested) else measured
     return measured if later.empty else later
 
 
