@@ -59,9 +59,7 @@ SYSTEMS: dict[str, SystemInfo] = {
     "dcp-async": SystemInfo(
         "capricorn.baselines.torch_dcp:DcpAsync", "torch.distributed.checkpoint, written beside training", FILES
     ),
-    "dcp": SystemInfo(
-        "capricorn.baselines.torch_dcp:Dcp", "torch.distributed.checkpoint, while training waits", FILES
-    ),
+    "dcp": SystemInfo("capricorn.baselines.torch_dcp:Dcp", "torch.distributed.checkpoint, while training waits", FILES),
     "torch-save": SystemInfo(
         "capricorn.baselines.torch_save:TorchSave", "torch.save, a file a rank, while training waits", FILES
     ),
