@@ -94,7 +94,7 @@ def test_losses_are_those_of_a_local_run_whatever_makes_the_links(
     ("way", "fault"),
     [
         (NAMESPACES, NODE_LOSS),
-        (PACED, KILL),
+        pytest.param(PACED, KILL, marks=SLOW),
         pytest.param(NAMESPACES, KILL, marks=SLOW),
         pytest.param(PACED, NODE_LOSS, marks=SLOW),
     ],

@@ -84,6 +84,7 @@ def test_a_lost_node_is_restored_from_its_peer_whichever_it_is(tmp_path: Path, r
     assert_same_losses(ended, reference)
 
 
+@pytest.mark.slow
 def test_noise_of_the_router_is_drawn_as_if_nothing_had_happened(tmp_path: Path, reference_of_gpt: Run) -> None:
     ended = run(tmp_path, *GPT, *faults("kill@rank=1,iteration=11,op=iteration_end"))
     assert_ok(reference_of_gpt)
@@ -92,6 +93,7 @@ def test_noise_of_the_router_is_drawn_as_if_nothing_had_happened(tmp_path: Path,
     assert_same_losses(ended, reference_of_gpt)
 
 
+@pytest.mark.slow
 def test_a_node_of_several_ranks_is_restored_as_a_whole(tmp_path: Path, reference_of_four: Run) -> None:
     ended = run(tmp_path, *FOUR_RANKS, *faults("node-loss@node=1,iteration=11"))
     assert_ok(ended)
