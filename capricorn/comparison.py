@@ -6,18 +6,17 @@ Starts nothing; knows no torch and none of the samples that runs record.
 from __future__ import annotations
 
 import fcntl
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from capricorn.config import Scenario
 from capricorn.errors import CapricornError, ConfigError
-from capricorn.records import RunRecord, read_run
+from capricorn.records import RunRecord, read_record, read_run
 from capricorn.resolve import override
 from capricorn.values import Frozen
 
@@ -183,20 +182,7 @@ def read_compare(folder: Path) -> CompareRecord:
     Raises:
         ConfigError: there is none, it is damaged, or it has another schema version.
     """
-    path = folder / COMPARE
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError:
-        raise ConfigError(f"{folder} holds no comparison: there is no {COMPARE} in it") from None
-    except ValueError:
-        raise ConfigError(f"{path} is damaged: it is not JSON") from None
-    version = data.get("schema_version") if isinstance(data, dict) else None
-    if version != SCHEMA_VERSION:
-        raise ConfigError(f"{path} has schema version {version!r}; this version reads {SCHEMA_VERSION}")
-    try:
-        return CompareRecord.model_validate(data)
-    except ValidationError as error:
-        raise ConfigError(f"{path} is damaged: {error.errors()[0]['msg'].lower()}") from None
+    return read_record(folder / COMPARE, CompareRecord, SCHEMA_VERSION, "comparison")
 
 
 def write_compare(folder: Path, record: CompareRecord) -> None:

@@ -245,18 +245,26 @@ def read_run(folder: Path) -> RunRecord:
     Raises:
         ConfigError: there is none, it is damaged, or it has another schema version.
     """
-    path = folder / RUN
+    return read_record(folder / RUN, RunRecord, SCHEMA_VERSION, "run")
+
+
+def read_record(path: Path, kind: type[S], schema_version: int, what: str) -> S:
+    """The record in that file, which says what a folder holds.
+
+    Raises:
+        ConfigError: there is none, it is damaged, or it has another schema version.
+    """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError:
-        raise ConfigError(f"{folder} holds no run: there is no {RUN} in it") from None
+        raise ConfigError(f"{path.parent} holds no {what}: there is no {path.name} in it") from None
     except ValueError:
         raise ConfigError(f"{path} is damaged: it is not JSON") from None
     version = data.get("schema_version") if isinstance(data, dict) else None
-    if version != SCHEMA_VERSION:
-        raise ConfigError(f"{path} has schema version {version!r}; this version reads {SCHEMA_VERSION}")
+    if version != schema_version:
+        raise ConfigError(f"{path} has schema version {version!r}; this version reads {schema_version}")
     try:
-        return RunRecord.model_validate(data)
+        return kind.model_validate(data)
     except ValidationError as error:
         raise ConfigError(f"{path} is damaged: {error.errors()[0]['msg'].lower()}") from None
 
