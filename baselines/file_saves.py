@@ -22,7 +22,7 @@ class FileSaves:
     def __init__(self, job: JobContext, library: Library, writer: FileWriter) -> None:
         self._rank, self._keep, self._library, self._writer = job.rank, job.storage.keep, library, writer
         self._completed: list[int] = []
-        self._completion = Completion(job.control_group)
+        self._completion = Completion[FileSave](job.control_group)
         self._save: FileSave | None = None
         self._has_failed = False
 
@@ -38,7 +38,7 @@ class FileSaves:
     def start(self, iteration: int) -> None:
         """Starts a save of the state as it is now; the one before must have settled."""
         self._save = self._writer.start(iteration)
-        self._completion.expect(self._save)  # type: ignore[arg-type]
+        self._completion.expect(self._save)
 
     def ask(self) -> None:
         """Starts to find out whether the save on its way has settled on all ranks."""

@@ -45,7 +45,7 @@ class LmResiliency(CheckpointSystem):
         check(job)
         self._job, self._state, self._timeout_s = job, state, job.config.timeout_s
         self._live = [run.source for run in state.runs]  # neighbours as one: the library moves tensor by tensor
-        self._completion = Completion(job.control_group)
+        self._completion = Completion[Save](job.control_group)
         self._manager = Manager(job)
         self._meter, self._is_open = self._manager.meter, True
 
@@ -115,7 +115,7 @@ class LmResiliency(CheckpointSystem):
             return
         begin_s = time.perf_counter()
         self._save = self._manager.start(iteration, self._live)
-        self._completion.expect(self._save)  # type: ignore[arg-type]
+        self._completion.expect(self._save)
         self._counters.staged_bytes += self._state.num_bytes
         if self._job.device.type == "cpu":  # elsewhere nobody is told when the copy ends
             self._events.append(ChunkEvent("stage", iteration, begin_s, time.perf_counter(), self._state.num_bytes))

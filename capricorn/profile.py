@@ -82,16 +82,13 @@ class IterationProfile:
 
         A rank that waits there for the last one has an idle link; it does not become shorter than nothing.
         """
-        index_of = {op: index for index, op in enumerate(self.ops)}
-        spans = spans_of(self.ops)
-        closed_s = [self._closed_s(span, index_of) for span in spans]
-        return tuple(
-            tuple(
-                max(0.0, closed - (start_s if span.opens is None else ends_s[index_of[span.opens]]))
-                for span, closed in zip(spans, closed_s, strict=True)
-            )
-            for start_s, ends_s in zip(self.starts_s or (0.0,) * len(self.ends_s), self.ends_s, strict=True)
-        )
+        ranks = range(len(self.ends_s))
+        closed_s = self._closed_s(ranks)
+        return tuple(self._lengths_s(rank, closed_s) for rank in ranks)
+
+    def own_span_s(self, rank: int) -> tuple[Seconds, ...]:
+        """[spans]: the same as if that rank were alone: until it has itself come to the next communication."""
+        return self._lengths_s(rank, self._closed_s((rank,)))
 
     def moving_s(self) -> tuple[dict[OpKey, Seconds], ...]:
         """[W]: of each communication, how long that rank is in it once the last rank has come to it."""
@@ -100,12 +97,31 @@ class IterationProfile:
             for index, op in enumerate(self.ops)
             if op.kind in COMMUNICATION
         }
-        index_of = {op: index for index, op in enumerate(self.ops)}
-        begins |= {span.closes: self._closed_s(span, index_of) for span in spans_of(self.ops)}
+        index_of, closed_s = self._index_of(), self._closed_s(range(len(self.ends_s)))
+        begins |= {span.closes: closed for span, closed in zip(spans_of(self.ops), closed_s, strict=True)}
         return tuple({op: max(0.0, row[index_of[op]] - begin) for op, begin in begins.items()} for row in self.ends_s)
 
-    def _closed_s(self, span: IdleSpan, index_of: Mapping[OpKey, int]) -> Seconds:
-        """When the last rank has come to what ends the span."""
-        if span.closes_after is not None:
-            return max(row[index_of[span.closes_after]] for row in self.ends_s)
-        return max(row[index_of[span.closes]] for row in self.begins_s)
+    def _lengths_s(self, rank: int, closed_s: Sequence[Seconds]) -> tuple[Seconds, ...]:
+        """[spans] on that rank, each until it closes."""
+        index_of, ends_s = self._index_of(), self.ends_s[rank]
+        start_s = self.starts_s[rank] if self.starts_s else 0.0
+        return tuple(
+            max(0.0, closed - (start_s if span.opens is None else ends_s[index_of[span.opens]]))
+            for span, closed in zip(spans_of(self.ops), closed_s, strict=True)
+        )
+
+    def _closed_s(self, ranks: Sequence[int]) -> list[Seconds]:
+        """[spans]: when the last of these ranks has come to what ends it."""
+        index_of = self._index_of()
+        return [
+            max(
+                self.begins_s[rank][index_of[span.closes]]
+                if span.closes_after is None
+                else self.ends_s[rank][index_of[span.closes_after]]
+                for rank in ranks
+            )
+            for span in spans_of(self.ops)
+        ]
+
+    def _index_of(self) -> dict[OpKey, int]:
+        return {op: index for index, op in enumerate(self.ops)}

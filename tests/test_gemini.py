@@ -19,7 +19,7 @@ from capricorn.config import Scenario
 from capricorn.errors import CapricornError, ConfigError
 from capricorn.harness import tuning
 from capricorn.harness.launcher import RunListener
-from capricorn.planner.gemini import FACTORS, UNPLANNED, GeminiPlanner, gaps_s, num_swept, partition, swept_factor
+from capricorn.planner.gemini import FACTORS, UNPLANNED, GeminiPlanner, num_swept, partition, swept_factor
 from capricorn.planner.link import LinkModel
 from capricorn.planner.plan import Plan
 from capricorn.records import append
@@ -146,15 +146,15 @@ def test_the_first_iterations_are_profiled_and_no_other() -> None:
 
 
 def test_spans_are_the_means_of_the_profiled_iterations() -> None:
-    lengths = [gaps_s(profile({str(op): (f, f) for op in profile({}).ops}), 0) for f in (1.0, 2.0, 3.0)]
+    lengths = [profile({str(op): (f, f) for op in profile({}).ops}).own_span_s(0) for f in (1.0, 2.0, 3.0)]
     limits = watched().plan(4, LINK).limits
     assert [limit.end_s for limit in limits] == pytest.approx([fmean(each) for each in zip(*lengths, strict=True)])
 
 
 def test_a_rank_goes_by_its_own_gaps_not_by_its_stragglers() -> None:
     measured = profile({"attention.0.forward": (1.0, 5.0)})
-    assert gaps_s(measured, 0)[0] == 2.0
-    assert gaps_s(measured, 1)[0] == 6.0
+    assert measured.own_span_s(0)[0] == 2.0
+    assert measured.own_span_s(1)[0] == 6.0
     assert measured.span_s()[0][0] == 6.0
 
 

@@ -12,7 +12,7 @@ from typing import Final
 
 from capricorn.planner.link import LinkModel
 from capricorn.planner.plan import Chunk, Limit, Plan, tile
-from capricorn.profile import IterationProfile, spans_of
+from capricorn.profile import IterationProfile
 from capricorn.settings import SWEEP, GeminiConfig
 from capricorn.units import Bytes, Seconds
 
@@ -91,7 +91,9 @@ class GeminiPlanner:
     def __init__(self, config: GeminiConfig, *, rank: int, num_remote: int, shard_bytes: Bytes) -> None:
         self._config, self._rank, self._num_remote, self._shard_bytes = config, rank, num_remote, shard_bytes
         self._left = config.profile_iterations
-        self._observed: list[list[Seconds]] = []
+        self._observed: list[tuple[Seconds, ...]] = []
+        self._spans_s: list[Seconds] | None = None
+        """Once all of the profile is there."""
         self._num_planned = 0
         self._plan = Plan(())
 
@@ -103,7 +105,9 @@ class GeminiPlanner:
         """Spans are taken to be the same in every iteration, whatever the loads."""
 
     def observe(self, profile: IterationProfile) -> None:
-        self._observed.append(gaps_s(profile, self._rank))
+        self._observed.append(profile.own_span_s(self._rank))
+        if len(self._observed) == self._config.profile_iterations:
+            self._spans_s = [fmean(lengths_s) for lengths_s in zip(*self._observed, strict=True)]
 
     def note(self, iteration: int, lost_s: Seconds, cost_s: Seconds) -> None:
         """There is nothing to adapt."""
@@ -111,12 +115,12 @@ class GeminiPlanner:
     def plan(self, iteration: int, link: LinkModel | None) -> Plan:
         config, mu = self._config, self._mu()
         self.replanned = False
-        if link is None or mu is None or len(self._observed) < config.profile_iterations:
+        if link is None or mu is None or self._spans_s is None:
             self._plan = Plan(tile(self._shard_bytes, self._num_remote, config.buffer_bytes // config.num_buffers))
             return self._plan
         self.replanned = not self._plan.limits
         self._plan = partition(
-            [fmean(lengths_s) for lengths_s in zip(*self._observed, strict=True)],
+            self._spans_s,
             link,
             self._shard_bytes,
             self._num_remote,
@@ -135,18 +139,3 @@ class GeminiPlanner:
         if self._config.mu == SWEEP:
             return swept_factor(number) if number >= 0 else None
         return float(self._config.mu)
-
-
-def gaps_s(profile: IterationProfile, rank: int) -> list[Seconds]:
-    """How long each idle span lasted on that rank, by its own communication alone, as Gemini measures it."""
-    index_of = {op: index for index, op in enumerate(profile.ops)}
-    begins_s, ends_s = profile.begins_s[rank], profile.ends_s[rank]
-    start_s = profile.starts_s[rank] if profile.starts_s else 0.0
-    return [
-        max(
-            0.0,
-            (begins_s[index_of[span.closes]] if span.closes_after is None else ends_s[index_of[span.closes_after]])
-            - (start_s if span.opens is None else ends_s[index_of[span.opens]]),
-        )
-        for span in spans_of(profile.ops)
-    ]

@@ -6,16 +6,31 @@ and another only i, with nothing in common.
 
 from __future__ import annotations
 
+from typing import Generic, Protocol, TypeVar
+
 import torch
 import torch.distributed as dist
 
-from capricorn.runtime.save import Save
 from capricorn.units import Seconds
 
 NANOSECONDS = 10**9
 
 
-class Completion:
+class Settling(Protocol):
+    """One rank's part of a checkpoint on its way, as far as the others need to hear of it."""
+
+    @property
+    def is_settled(self) -> bool: ...
+    @property
+    def is_complete(self) -> bool: ...
+
+    iteration: int
+
+
+S = TypeVar("S", bound=Settling)
+
+
+class Completion(Generic[S]):
     """The one save that is on its way on all ranks, and the newest iteration that has arrived everywhere.
 
     All methods are collective or depend only on what was reduced, so every rank takes the same decisions.
@@ -23,14 +38,14 @@ class Completion:
 
     def __init__(self, group: dist.ProcessGroup, latest: int = 0) -> None:
         self.latest = latest
-        self.pending: Save | None = None
+        self.pending: S | None = None
         self.losses_s: tuple[Seconds, Seconds] = (0.0, 0.0)
         """The greatest losses of all ranks, as the last answer had them."""
         self._group = group
         self._votes = torch.zeros(4, dtype=torch.int64)
         self._work: dist.Work | None = None
 
-    def expect(self, save: Save) -> None:
+    def expect(self, save: S) -> None:
         """Makes this the save on its way; the one before must have settled everywhere."""
         assert self.pending is None
         self.pending = save

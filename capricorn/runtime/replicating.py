@@ -23,6 +23,7 @@ from capricorn.runtime.gate import Gate
 from capricorn.runtime.handshake import Identity
 from capricorn.runtime.host import ReplicaHost
 from capricorn.runtime.recovery import Recovery
+from capricorn.runtime.save import Save
 from capricorn.runtime.scheduler import make_scheduler
 from capricorn.runtime.slot import Layout
 from capricorn.runtime.staging import Stager, make_stager, payload_of
@@ -89,7 +90,7 @@ class ReplicatingSystem(CheckpointSystem):
             gives_way=gives_way,
             live=live,
         )
-        self._completion = Completion(job.control_group)
+        self._completion = Completion[Save](job.control_group)
         self._recovery = Recovery(job.rank, job.control_group, store, [job.rank, *owners], self._links, job.attempt)
 
     def on_iteration_begin(self, iteration: int) -> None:
