@@ -10,16 +10,15 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from capricorn.cluster import ClusterConfig, Pace, Times
-from capricorn.errors import ConfigError, unknown_name
-from capricorn.hooks import DIRECTIONS, MOMENTS, NO_LAYER, OpKey, matches_op, parse_moment
+from capricorn.faults import FaultSpec
+from capricorn.hooks import DIRECTIONS, MOMENTS, NO_LAYER, OpKey, matches_op
 from capricorn.schedule import PlannerConfig
 from capricorn.settings import DcpConfig, GeminiConfig, StorageConfig, TorchSnapshotConfig
 from capricorn.topology import Topology, expert_split
 from capricorn.units import KIB, BytesPerSecond
-from capricorn.values import ByteCount, Frozen, build, require
+from capricorn.values import ByteCount, Frozen, require
 
 ROUTER = "router"
-FAULT_KINDS = ("kill", "kill-all", "node-loss")
 
 
 class ModelConfig(Frozen):
@@ -186,41 +185,6 @@ class LaunchConfig(Frozen):
             require(":" in self.rdzv_endpoint, "--nnodes needs --rdzv-endpoint HOST:PORT")
             require(self.node_rank < self.nnodes, f"--node-rank {self.node_rank} is not below --nnodes {self.nnodes}")
         return self
-
-
-class FaultSpec(Frozen):
-    """One injected failure: what, to whom, in which iteration, at which moment."""
-
-    kind: Literal["kill", "kill-all", "node-loss"]
-    iteration: int = Field(gt=0)
-    rank: int | None = Field(default=None, ge=0)
-    node: int | None = Field(default=None, ge=0)
-    op: str = "before_update"
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        parse_moment(self.op)
-        return self
-
-    @classmethod
-    def parse(cls, text: str) -> FaultSpec:
-        """`KIND@rank=R,iteration=I[,op=MOMENT]`; node-loss takes `node=` instead of `rank=`, kill-all neither.
-
-        Raises:
-            ConfigError: it is spelled differently or names an unknown kind, key or moment.
-        """
-        kind, _, rest = text.partition("@")
-        if kind not in FAULT_KINDS:
-            raise unknown_name("fault", kind, FAULT_KINDS)
-        pairs = dict(part.partition("=")[::2] for part in rest.split(",") if part)
-        target = {"kill": "rank", "kill-all": None, "node-loss": "node"}[kind]
-        if target and target not in pairs:
-            raise ConfigError(f"fault {text!r} needs {target}=, as in {kind}@{target}=1,iteration=11")
-        return build(cls, {"kind": kind} | pairs, f"fault {text!r}", lax=True)
-
-    def __str__(self) -> str:
-        fields = [f"{k}={v}" for k in ("rank", "node", "iteration") if (v := getattr(self, k)) is not None]
-        return f"{self.kind}@{','.join(fields)},op={self.op}"
 
 
 class Scenario(Frozen):

@@ -144,6 +144,8 @@ class EventSample(Frozen):
     """As in `IterationSample`: what became complete after the last iteration, while draining."""
     staged_bytes: Bytes = 0
     sent_bytes: Bytes = 0
+    state_digest: str = ""
+    """`finished`: of all that the rank owns, after the last iteration; equal on two runs that ended in the same state."""
     sources: tuple[str, ...] = ()
     """`resumed`: tier each owner's state came from, `local`, `peer` or `persistent`."""
     agree_s: Seconds = 0.0

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import rich_click as click
 
 from capricorn.cluster import DEVICES, LOCAL, STORAGES, ClusterConfig
-from capricorn.config import FAULT_KINDS
+from capricorn.faults import KINDS, spelling
 from capricorn.presets import CLUSTERS, MODELS
 from capricorn.registry import SYSTEMS
 from capricorn.resolve import load_cluster, load_model
@@ -21,12 +21,6 @@ from .output import console, print_json
 NONE = "-"
 
 Details: TypeAlias = dict[str, dict[str, Any]]
-
-FAULTS = {
-    "kill": ("kill@rank=R,iteration=I[,op=MOMENT]", "SIGKILL of one rank; its node's store survives"),
-    "kill-all": ("kill-all@iteration=I[,op=MOMENT]", "SIGKILL of every rank; all stores survive"),
-    "node-loss": ("node-loss@node=K,iteration=I[,op=MOMENT]", "a node's ranks, its agent and its store are gone"),
-}
 
 
 @click.command(name="list")
@@ -94,7 +88,7 @@ def _cluster(name: str) -> dict[str, Any]:
 
 
 def _faults() -> Details:
-    return {kind: dict(zip(("spelling", "what"), FAULTS[kind], strict=True)) for kind in FAULT_KINDS}
+    return {name: {"spelling": spelling(name), "what": kind.what} for name, kind in KINDS.items()}
 
 
 _DETAILS: dict[str, Callable[[], Details]] = {

@@ -11,8 +11,9 @@ from typing import Any, TypeAlias
 import rich_click as click
 
 from capricorn.cluster import LOCAL, ClusterConfig
-from capricorn.config import ROUTER, FaultSpec, Scenario
+from capricorn.config import ROUTER, Scenario
 from capricorn.errors import ConfigError
+from capricorn.faults import FaultSpec
 from capricorn.registry import check_system
 from capricorn.resolve import load_cluster, load_model, override, parse_ckpt
 from capricorn.scale import scale

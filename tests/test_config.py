@@ -8,8 +8,9 @@ import pytest
 from pydantic import ValidationError
 
 from capricorn.cluster import ClusterConfig
-from capricorn.config import FaultSpec, LaunchConfig, Scenario, SystemConfig, TrainConfig
+from capricorn.config import LaunchConfig, Scenario, SystemConfig, TrainConfig
 from capricorn.errors import ConfigError
+from capricorn.faults import KINDS, FaultSpec
 from capricorn.presets import MODELS
 from capricorn.resolve import load_model, override, parse_ckpt
 from capricorn.values import build
@@ -148,8 +149,18 @@ def test_a_fault_names_kind_target_iteration_and_moment() -> None:
     assert FaultSpec.parse("node-loss@node=0,iteration=3").op == "before_update"
 
 
+def _every_fault() -> list[str]:
+    """Each kind in each of its places."""
+    targets = {"rank": "rank=1,", "node": "node=0,", "": ""}
+    return [
+        f"{name}@{targets[kind.target]}iteration=3" + (f",where={place}" if place else "")
+        for name, kind in KINDS.items()
+        for place in kind.places or ("",)
+    ]
+
+
 @pytest.mark.parametrize(
-    "text", ["kill@rank=1,iteration=11", "kill-all@iteration=2,op=after_update", "node-loss@node=1,iteration=4"]
+    "text", [*_every_fault(), "kill-all@iteration=2,op=after_update", "stop@rank=0,iteration=2,seconds=0.5"]
 )
 def test_a_fault_is_spelled_as_it_was_read(text: str) -> None:
     assert FaultSpec.parse(str(FaultSpec.parse(text))) == FaultSpec.parse(text)
@@ -166,6 +177,13 @@ def test_a_fault_is_spelled_as_it_was_read(text: str) -> None:
         ("kill@rank=x,iteration=2", "rank = 'x'"),
         ("kill@rank=1,iteration=2,when=now", "unknown key 'when'"),
         ("kill@rank=1,iteration=2,op=lunch", "unknown moment 'lunch'"),
+        ("kill@rank=1,node=1,iteration=2", "takes rank="),
+        ("kill-all@rank=1,iteration=2", "takes neither rank= nor node="),
+        ("corrupt@rank=1,iteration=2,where=moon", "where=moon is none of slot, replica, wire, disk"),
+        ("truncate@rank=1,iteration=2,where=wire", "where=wire is none of slot, replica, disk"),
+        ("kill@rank=1,iteration=2,seconds=3", "kill takes no seconds="),
+        ("kill@rank=1,iteration=2,call=3", "kill takes no call="),
+        ("torn-commit@rank=1,iteration=2,call=0", "call = '0'"),
     ],
 )
 def test_a_wrong_fault_says_what_is_wrong(text: str, message: str) -> None:

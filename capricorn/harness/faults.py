@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from capricorn.config import FaultSpec
+from capricorn.faults import FaultSpec
 from capricorn.harness.job import FAULTS, WORKERS, Job
 from capricorn.hooks import OpKey, TrainerHook, matches_op
 from capricorn.records import EVENTS, EventSample, append

@@ -62,11 +62,24 @@ class Recorder(TrainerHook):
             loads = list(map(int, tokens_per_expert))
             self._loads.append(LoadSample(iteration=self._iteration, layer=layer, tokens_per_expert=loads))
 
-    def event(self, event: str, detail: str = "", *, iteration: int = 0, restored: RestoreReport | None = None) -> None:
+    def event(
+        self,
+        event: str,
+        detail: str = "",
+        *,
+        iteration: int = 0,
+        restored: RestoreReport | None = None,
+        state_digest: str = "",
+    ) -> None:
         """Writes an event of now, with what the system has done since the last sample."""
         now, before = self._system.counters(), self._before
         values = {"event": event, "at_s": time.time(), "attempt": self._attempt, "rank": self._rank}
-        values |= {"iteration": iteration, "detail": detail, "completed": tuple(self._system.take_completed())}
+        values |= {
+            "iteration": iteration,
+            "detail": detail,
+            "state_digest": state_digest,
+            "completed": tuple(self._system.take_completed()),
+        }
         values |= {"staged_bytes": now.staged_bytes - before.staged_bytes}
         values |= {"sent_bytes": now.sent_bytes - before.sent_bytes}
         if restored is not None:

@@ -132,7 +132,8 @@ class Worker:
         batches = Batches(self._job.tokens, self._rank, self._world_size, *shape, seed)
         self._check_same_data(batches)
         torch.manual_seed(seed * self._world_size + self._rank)
-        self._system.attach(self._context(device), training_state(optimizer, batches, device))
+        self._state = training_state(optimizer, batches, device)
+        self._system.attach(self._context(device), self._state)
         self._recorder.event("ready")
         self._restore()
         meter = StallMeter(self._system)
@@ -205,7 +206,8 @@ class Worker:
             self._system.drain(self._job.scenario.system.timeout_s)
         except CapricornError as error:
             detail = str(error)
-        self._recorder.event("finished", detail, iteration=self._iteration)
+        digest = f"{self._state.content_digest():016x}"
+        self._recorder.event("finished", detail, iteration=self._iteration, state_digest=digest)
         self._system.close()
         dist.barrier(group=self._control)  # or a fast rank's end would look like a failure to a slow one
         dist.destroy_process_group()

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 from capricorn.errors import ConfigError
 from capricorn.units import Bytes
@@ -109,6 +109,15 @@ class FlatState:
     @property
     def digest(self) -> int:
         return xxh3_64_intdigest(json.dumps(self.manifest(), sort_keys=True).encode())
+
+    def content_digest(self) -> int:
+        """64-bit digest of all that is in it now, the small values as they are."""
+        self.capture()
+        hasher = xxh3_64()
+        with torch.no_grad():
+            for tensor in self.tensors.values():
+                hasher.update(memoryview(flat_bytes(tensor.cpu().contiguous()).numpy()))
+        return hasher.intdigest()
 
     def manifest(self) -> dict[str, Any]:
         entries = [[e.key, e.dtype, list(e.shape), e.offset, e.num_bytes] for e in self.entries]
