@@ -145,7 +145,7 @@ class EventSample(Frozen):
     staged_bytes: Bytes = 0
     sent_bytes: Bytes = 0
     state_digest: str = ""
-    """`finished`: of all that the rank owns, after the last iteration; equal on two runs that ended in the same state."""
+    """`finished`: of all that the rank owns, after the last iteration; two runs that ended alike have the same."""
     sources: tuple[str, ...] = ()
     """`resumed`: tier each owner's state came from, `local`, `peer` or `persistent`."""
     agree_s: Seconds = 0.0

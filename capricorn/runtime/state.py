@@ -116,7 +116,7 @@ class FlatState:
         hasher = xxh3_64()
         with torch.no_grad():
             for tensor in self.tensors.values():
-                hasher.update(memoryview(flat_bytes(tensor.cpu().contiguous()).numpy()))
+                hasher.update(flat_bytes(tensor.cpu().contiguous()).numpy().data)
         return hasher.intdigest()
 
     def manifest(self) -> dict[str, Any]:
