@@ -10,10 +10,10 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from capricorn.cluster import ClusterConfig, Pace, Times
-from capricorn.faults import FaultSpec
+from capricorn.faults import LINK_KINDS, NO_LINKS, FaultSpec
 from capricorn.hooks import DIRECTIONS, MOMENTS, NO_LAYER, OpKey, matches_op
 from capricorn.schedule import PlannerConfig
-from capricorn.settings import DcpConfig, GeminiConfig, StorageConfig, TorchSnapshotConfig
+from capricorn.settings import DcpConfig, GeminiConfig, PersistConfig, StorageConfig, TorchSnapshotConfig
 from capricorn.topology import Topology, expert_split
 from capricorn.units import KIB, BytesPerSecond
 from capricorn.values import ByteCount, Frozen, require
@@ -178,6 +178,11 @@ class LaunchConfig(Frozen):
     node_rank: int = Field(default=0, ge=0)
     rdzv_endpoint: str = ""
     max_restarts: int = Field(default=3, ge=0, description="restarts beyond those the injected faults need")
+    restart: Literal["warm", "torchrun"] = Field(
+        default="warm",
+        description="who starts the ranks, and again: processes that wait with torch imported, or torchrun",
+    )
+    frozen_s: float = Field(default=2.5, gt=0, description="silence of a process after which it counts as hung")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -185,6 +190,11 @@ class LaunchConfig(Frozen):
             require(":" in self.rdzv_endpoint, "--nnodes needs --rdzv-endpoint HOST:PORT")
             require(self.node_rank < self.nnodes, f"--node-rank {self.node_rank} is not below --nnodes {self.nnodes}")
         return self
+
+    @property
+    def by_torchrun(self) -> bool:
+        """Whether torchrun starts the ranks, as always on real machines."""
+        return self.restart == "torchrun" or self.nnodes > 0
 
 
 class Scenario(Frozen):
@@ -198,6 +208,7 @@ class Scenario(Frozen):
     system: SystemConfig = SystemConfig()
     planner: PlannerConfig = PlannerConfig()
     gemini: GeminiConfig = GeminiConfig()
+    persist: PersistConfig = PersistConfig()
     storage: StorageConfig = StorageConfig()
     torchsnapshot: TorchSnapshotConfig = TorchSnapshotConfig()
     dcp: DcpConfig = DcpConfig()
@@ -246,6 +257,7 @@ class Scenario(Frozen):
         )
         for fault in self.faults:
             _check_fault(fault, topology, model, self.train.iterations)
+            require(fault.kind not in LINK_KINDS or self.cluster.is_emulated, f"fault {fault}: {NO_LINKS}")
         return self
 
 

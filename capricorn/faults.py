@@ -41,7 +41,7 @@ KINDS: Final[Mapping[str, FaultKind]] = MappingProxyType({
     "node-loss": FaultKind("a node's processes are killed and its memory is lost", "node"),
     "group-loss": FaultKind("all nodes that keep each other's replicas are lost at once", "node"),
     "stop": FaultKind("a worker is stopped and hangs", "rank", seconds=0.0),
-    "slow-link": FaultKind("a node's link carries a twentieth", "node", seconds=2.0),
+    "slow-link": FaultKind("what leaves a node has a twentieth of its link", "node", seconds=2.0),
     "partition": FaultKind("nothing leaves a node", "node", seconds=2.0),
     "corrupt": FaultKind(
         "a bit is flipped where it is needed next: in a worker's local copy or in its replica, then it is killed; on "
@@ -60,6 +60,9 @@ KINDS: Final[Mapping[str, FaultKind]] = MappingProxyType({
     "oom": FaultKind("a worker runs into the limit of a memory cgroup and is killed by the kernel", "rank"),
 })  # fmt: skip
 FAULT_KINDS: Final = tuple(KINDS)
+LINK_KINDS: Final = frozenset({"slow-link", "partition"})
+"""Kinds that strike a link, which only an emulated network has."""
+NO_LINKS: Final = "nodes have no links of their own on --cluster local; name another --cluster"
 
 
 class FaultSpec(Frozen):

@@ -47,6 +47,15 @@ class StorageConfig(Frozen):
     keep: int = Field(default=2, ge=1, description="complete checkpoints that are kept")
 
 
+class PersistConfig(Frozen):
+    """The slow tier of the systems that replicate: which of their checkpoints go to disk, and where."""
+
+    every: int = Field(default=0, ge=0, description="iterations between two checkpoints on disk; 0 is off")
+    dir: str = Field(default="", description="a folder that all nodes reach; empty: that of the run")
+    keep: int = Field(default=2, ge=2, description="complete checkpoints that are kept on disk")
+    timeout_s: float = Field(default=60.0, gt=0, description="deadline of a wait for the writers of other ranks")
+
+
 class TorchSnapshotConfig(Frozen):
     """Settings of the torchsnapshot library."""
 

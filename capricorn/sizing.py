@@ -23,6 +23,9 @@ SLOT_OVERHEAD_BYTES = 32 * KIB
 FILE_SYSTEMS = frozenset({"torchsnapshot", "torch-save", "dcp", "dcp-async", "torch-checkpointing"})
 """Systems that write files instead of keeping replicas in memory."""
 
+REPLICATING_SYSTEMS = frozenset({"capricorn", "blocking", "gemini", "gemini-staged"})
+"""Systems that keep replicas in memory by our own runtime, which can also persist them."""
+
 MLA_Q_RANK, MLA_KV_RANK, MLA_ROPE_DIM = 1536, 512, 64
 """Latent widths of multi-head latent attention. Source: DeepSeek-V3, section 4.2."""
 
@@ -94,8 +97,8 @@ class Needs:
     process_bytes: Bytes
     """Host memory of all processes on this machine, training state included when the device is the CPU."""
     store_bytes: Bytes
-    """tmpfs of this machine: replicas x 2 slots x the state of the owners it hosts; of a system that writes files, what
-    it keeps and what it is writing, if they lie there."""
+    """tmpfs of this machine: replicas x 2 slots x the state of the owners it hosts, and one slot more of each owner
+    where checkpoints are persisted; of a system that writes files, what it keeps and is writing, if they lie there."""
 
     @property
     def host_bytes(self) -> Bytes:
@@ -114,13 +117,22 @@ def needs_of(scenario: Scenario, *, cuda: bool) -> Needs:
     nodes_here = 1 if scenario.launch.nnodes else topology.num_nodes
     ranks_here = nodes_here * topology.ranks_per_node
     buffers = min(scenario.gemini.buffer_bytes, scenario.gemini.num_buffers * shard) if _sends_live(scenario) else 0
-    processes = AGENT_BYTES * (nodes_here + 1) + (WORKER_BYTES + buffers + (0 if cuda else device)) * ranks_here
+    writer = AGENT_BYTES if _persists(scenario) else 0
+    processes = (
+        AGENT_BYTES * (nodes_here + 1) + (WORKER_BYTES + writer + buffers + (0 if cuda else device)) * ranks_here
+    )
     return Needs(shard, device, processes, _store_bytes(scenario, nodes_here, shard))
 
 
 def _sends_live(scenario: Scenario) -> bool:
     """Whether replicas are sent from the live state, through buffers."""
     return scenario.system.name == "gemini" and scenario.system.every > 0 and scenario.system.replicas > 1
+
+
+def _persists(scenario: Scenario) -> bool:
+    """Whether checkpoints in memory are also written to disk, each rank by a process of its own."""
+    system = scenario.system
+    return system.name in REPLICATING_SYSTEMS and system.every > 0 and scenario.persist.every > 0
 
 
 def _store_bytes(scenario: Scenario, num_nodes: int, shard_bytes: Bytes) -> Bytes:
@@ -131,7 +143,7 @@ def _store_bytes(scenario: Scenario, num_nodes: int, shard_bytes: Bytes) -> Byte
     state_bytes = STATE_BYTES_PER_PARAM * total_params(scenario.model)
     if system.name in FILE_SYSTEMS:
         return (storage.keep + 1) * state_bytes if storage.medium == "tmpfs" else 0
-    num_copies = NUM_SLOTS * system.replicas
+    num_copies = NUM_SLOTS * system.replicas + _persists(scenario)
     slot_overhead_bytes = SLOT_OVERHEAD_BYTES + 8 * (shard_bytes // system.block_bytes)
     overhead_bytes = num_copies * num_nodes * topology.ranks_per_node * slot_overhead_bytes
     return state_bytes * num_nodes // topology.num_nodes * num_copies + overhead_bytes

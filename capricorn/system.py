@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from capricorn.config import SystemConfig
 from capricorn.hooks import TrainerHook
 from capricorn.schedule import PlannerConfig
-from capricorn.settings import DcpConfig, GeminiConfig, StorageConfig, TorchSnapshotConfig
+from capricorn.settings import DcpConfig, GeminiConfig, PersistConfig, StorageConfig, TorchSnapshotConfig
 from capricorn.topology import Topology
 from capricorn.units import Bytes, BytesPerSecond, Seconds
 
@@ -53,9 +53,16 @@ class JobContext:
     files_dir: Path | None = None
     """Folder for files that all nodes reach and that outlives them; made and removed by the launcher."""
     gemini: GeminiConfig = field(default_factory=GeminiConfig)
+    persist: PersistConfig = field(default_factory=PersistConfig)
+    persist_dir: Path | None = None
+    """Folder of the persistent tier, which all nodes reach; made by the launcher, and left as it is."""
+    model: str = ""
+    """Its name, if known."""
     storage: StorageConfig = field(default_factory=StorageConfig)
     torchsnapshot: TorchSnapshotConfig = field(default_factory=TorchSnapshotConfig)
     dcp: DcpConfig = field(default_factory=DcpConfig)
+    store_tap: Callable[[str], None] | None = None
+    """Called right before each change of this rank's part of the memory store, with what it is."""
 
 
 class ShardState(Protocol):
@@ -116,6 +123,12 @@ class Counters:
     sent_bytes: Bytes = 0
     failed_saves: int = 0
     last_failure: str = ""
+    persisted: int = 0
+    """Checkpoints that are complete on disk."""
+    failed_persists: int = 0
+    skipped_persists: int = 0
+    """Due while a writer was busy."""
+    last_persist_failure: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +185,8 @@ class RestoreReport:
     load_s: Seconds
     damaged: Sequence[str] = field(default=())
     """Copies that were skipped since their checksum did not match, in words."""
+    notes: Sequence[str] = field(default=())
+    """What else there is to say of it."""
 
 
 class CheckpointSystem(TrainerHook, abc.ABC):
@@ -185,6 +200,8 @@ class CheckpointSystem(TrainerHook, abc.ABC):
     name: ClassVar[str]
     first_iteration: int = 1
     """The first one that it would checkpoint, known after `attach`: some watch the training before."""
+    can_be_replaced: ClassVar[bool] = False
+    """Whether another may be attached in this process once it was closed after a failure: nothing of it lives on."""
 
     @abc.abstractmethod
     def attach(self, job: JobContext, state: ShardState) -> None:

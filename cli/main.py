@@ -16,6 +16,7 @@ from .clean import clean
 from .compare import compare
 from .doctor import doctor
 from .export import export
+from .faults import faults
 from .inspect import inspect
 from .list import list_names
 from .output import PROGRAM
@@ -30,7 +31,7 @@ def app() -> None:
     """Train a mixture of experts, checkpoint it in memory at every iteration, and measure what that costs."""
 
 
-for _command in (run, compare, export, ablate, list_names, inspect, doctor, clean):
+for _command in (run, compare, faults, export, ablate, list_names, inspect, doctor, clean):
     app.add_command(_command)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -17,76 +16,10 @@ from hypothesis import strategies as st
 
 from capricorn.errors import TransportError
 from capricorn.runtime.handshake import Identity, greet
-from capricorn.runtime.host import ReplicaHost
-from capricorn.runtime.slot import Layout, Slot, checksum
-from capricorn.runtime.store import NodeStore
+from capricorn.runtime.slot import Slot
 from capricorn.runtime.transport import ReplicaLink
 from capricorn.runtime.wire import FRAME_BYTES, Frame, Kind, receive, set_deadline
-from capricorn.system import PacedRoute
-from capricorn.topology import Topology
-
-LAYOUT = Layout(payload_bytes=300_000, block_bytes=65536, digest=3)
-ME = Identity("run", 0, b"secret")
-OWNER, HOST = 1, 0
-
-
-class Pair:
-    """An owner and its host, each with a store of its own."""
-
-    def __init__(self, folder: Path, timeout_s: float = 5.0) -> None:
-        topology = Topology(2, 1)
-        self.host_store = NodeStore.create(folder / "node0", "run", 0, topology)
-        self.owner_store = NodeStore.create(folder / "node1", "run", 1, topology)
-        self.host_store.host(OWNER, LAYOUT)
-        self.owner_store.host(OWNER, LAYOUT)
-        self.host = ReplicaHost(ME, HOST, "127.0.0.1", self.host_store, timeout_s=timeout_s, gives_way=False)
-        self.host.start({OWNER: LAYOUT})
-        self.link = self.make_link(timeout_s=timeout_s)
-
-    def make_link(
-        self, me: Identity = ME, timeout_s: float = 5.0, owner: int = OWNER, route: PacedRoute | None = None
-    ) -> ReplicaLink:
-        return ReplicaLink(
-            me,
-            owner,
-            HOST,
-            self.host.address,
-            timeout_s=timeout_s,
-            low_class=True,
-            send_buffer_bytes=65536,
-            route=route,
-        )
-
-    def staged(self, iteration: int, keep: int = 0) -> Slot:
-        """A complete local copy of random bytes."""
-        slot = self.owner_store.begin(OWNER, iteration, keep)
-        for index in range(LAYOUT.num_blocks):
-            place = slot.payload[LAYOUT.block(index)]
-            place[:] = os.urandom(len(place))
-            slot.table[index] = checksum(place)
-        slot.commit()
-        return slot
-
-    def replicate(self, slot: Slot, iteration: int, keep: int = 0, link: ReplicaLink | None = None) -> None:
-        link = link or self.link
-        link.begin(iteration, keep)
-        link.send_range(iteration, slot, 0, LAYOUT.payload_bytes)
-        link.commit(iteration)
-
-    def replica(self, iteration: int) -> Slot | None:
-        return self.host_store.read(OWNER, iteration)
-
-    def close(self) -> None:
-        self.link.close()
-        self.host.close()
-
-
-def assert_threads_end() -> None:
-    """No thread of ours outlives a close; one that has done its work may still be on its last instruction."""
-    ours = [thread for thread in threading.enumerate() if thread.name.startswith("capricorn")]
-    for thread in ours:
-        thread.join(1.0)
-    assert not [thread.name for thread in ours if thread.is_alive()]
+from tests.replicas import HOST, LAYOUT, ME, OWNER, Pair, assert_threads_end
 
 
 @pytest.fixture

@@ -46,13 +46,13 @@ def _build(shape: Shape, *, unprivileged: bool) -> list[int]:
     user = [new_user()] if unprivileged else []
     switch, *nodes = [_new_place() for _ in range(1 + shape.num_nodes)]
     enter(switch)
-    _batch("ip", switch_links(nodes), nodes)
-    _batch("tc", "".join(shaping(port(node), shape.bytes_per_s, qos=shape.qos) for node in range(shape.num_nodes)))
+    run_batch("ip", switch_links(nodes), nodes)
+    run_batch("tc", "".join(shaping(port(node), shape.bytes_per_s, qos=shape.qos) for node in range(shape.num_nodes)))
     listener = socket.create_server((SWITCH_ADDRESS, 0), backlog=BACKLOG)
     for node, fd in enumerate(nodes):
         enter(fd)
-        _batch("ip", node_links(node))
-        _batch("tc", shaping(INTERFACE, shape.bytes_per_s, qos=shape.qos))
+        run_batch("ip", node_links(node))
+        run_batch("tc", shaping(INTERFACE, shape.bytes_per_s, qos=shape.qos))
     return [*user, switch, *nodes, listener.detach()]
 
 
@@ -70,7 +70,7 @@ def _new_place() -> int:
     return fd
 
 
-def _batch(tool: str, script: str, fds: Sequence[int] = ()) -> None:
+def run_batch(tool: str, script: str, fds: Sequence[int] = ()) -> None:
     """Runs the script in the namespace this process is in.
 
     Raises:

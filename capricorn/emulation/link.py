@@ -22,8 +22,8 @@ BURST_S: Final = 0.002
 """How much of the rate an idle link saves up, so that a late wake-up does not cost throughput."""
 
 _MAGIC: Final = b"CAPRLINK"
-_RECORD: Final = struct.Struct("=8s5d")
-_RATE, _BURST, _FREE_AT, _HIGH, _LOW = range(1, 6)  # the doubles after the magic; counts are exact up to 2^53
+_RECORD: Final = struct.Struct("=8s6d")
+_RATE, _BURST, _FREE_AT, _HIGH, _LOW, _NOW = range(1, 7)  # the doubles after the magic; counts are exact up to 2^53
 
 
 class Link:
@@ -44,7 +44,7 @@ class Link:
         try:
             path.touch(mode=0o600, exist_ok=False)
             # Written, not mapped: where there is no room this is an error, and a store to a mapping ends the process.
-            path.write_bytes(_RECORD.pack(_MAGIC, bytes_per_s, BURST_S, 0.0, 0.0, 0.0))
+            path.write_bytes(_RECORD.pack(_MAGIC, bytes_per_s, BURST_S, 0.0, 0.0, 0.0, bytes_per_s))
         except OSError as error:
             raise TransportError(f"cannot make the link {path}: {error.strerror}") from None
         return cls(path)
@@ -76,6 +76,7 @@ class Link:
         # Each field is stored whole, by one instruction, so a writer that is killed leaves no half of one.
         self._fields = memoryview(self._map).cast("d")
         self.bytes_per_s: BytesPerSecond = self._fields[_RATE]
+        """Of the link as it was made."""
 
     @property
     def high_bytes(self) -> Bytes:
@@ -107,6 +108,24 @@ class Link:
         while (remaining := moment - self._clock()) > 0:
             self._sleep(remaining)
 
+    def slow_down(self, frac: float) -> None:
+        """From now on it carries that fraction of its rate, for all users; 1 makes it good again.
+
+        Raises:
+            TransportError: the link was closed meanwhile.
+        """
+        with self._locked():
+            self._fields[_NOW] = frac * self._fields[_RATE]
+
+    def hold(self, seconds: Seconds) -> None:
+        """Nothing more leaves for that long, for all users; 0 ends it for what is not booked yet.
+
+        Raises:
+            TransportError: the link was closed meanwhile.
+        """
+        with self._locked():
+            self._fields[_FREE_AT] = self._clock() + seconds
+
     def close(self) -> None:
         """Gives up the file, which stays; a thread that waits for its turn is told so when it wakes."""
         with self._threads:
@@ -115,7 +134,7 @@ class Link:
             self._file.close()
 
     def _book(self, num_bytes: Bytes, start: Seconds, counter: int) -> Seconds:
-        finish = start + num_bytes / self.bytes_per_s
+        finish = start + num_bytes / self._fields[_NOW]
         self._fields[_FREE_AT] = finish
         self._fields[counter] += num_bytes
         return finish

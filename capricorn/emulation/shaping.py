@@ -77,30 +77,49 @@ def shaping(device: str, bytes_per_s: BytesPerSecond, *, qos: bool) -> str:
     Bare acknowledgements of TCP go first: on a fast link they wait microseconds behind data, and here milliseconds,
     which would hold back every sender with a small buffer.
     """
+    queue = f"bfifo limit {round(_QUEUE_S * bytes_per_s) + 2 * burst(bytes_per_s)}"
+    marked = ["protocol ip prio 2 u32 match ip tos 0x20 0xfc flowid 1:20"] if qos else []
+    filters = ["protocol ip prio 1 u32 match u16 0 0xffc0 at 2 flowid 1:5", *marked]
+    lines = [
+        f"qdisc add dev {device} root handle 1: htb default 10",
+        *(f"class add dev {device} {each}" for each in _classes(bytes_per_s, qos=qos)),
+        *(f"qdisc add dev {device} parent 1:{minor} handle {minor}: {queue}" for minor in _leaves(qos=qos)),
+        *(f"filter add dev {device} parent 1: {each}" for each in filters),
+    ]
+    return _script(lines)
+
+
+def slowing(device: str, bytes_per_s: BytesPerSecond, *, qos: bool) -> str:
+    """For tc: a device that is shaped has this rate from now on; what waits in its queues stays there."""
+    return _script([f"class change dev {device} {each}" for each in _classes(bytes_per_s, qos=qos)])
+
+
+def cutting(device: str) -> str:
+    """For tc: nothing leaves by a device any more."""
+    return _script([f"qdisc replace dev {device} root handle 2: bfifo limit 1"])
+
+
+def mending(device: str, bytes_per_s: BytesPerSecond, *, qos: bool) -> str:
+    """For tc: a device that was cut, or slow, is shaped as at first."""
+    return _script([f"qdisc del dev {device} root"]) + shaping(device, bytes_per_s, qos=qos)
+
+
+def _leaves(*, qos: bool) -> list[int]:
+    return [5, 10, 20] if qos else [5, 10]
+
+
+def _classes(bytes_per_s: BytesPerSecond, *, qos: bool) -> list[str]:
+    """The link, and below it acknowledgements, all else, and what is marked."""
     rate = round(8 * bytes_per_s)
     low, acks = (round(_LOW_FRAC * rate) if qos else 0), round(_LOW_FRAC * rate)
     bucket = f"burst {burst(bytes_per_s)} cburst {burst(bytes_per_s)} quantum 65536"
-    queue = f"bfifo limit {round(_QUEUE_S * bytes_per_s) + 2 * burst(bytes_per_s)}"
-
-    def leaf(minor: int, guarantee: int, prio: int) -> list[str]:
-        limits = f"rate {guarantee}bit ceil {rate}bit prio {prio} {bucket}"
-        return [
-            f"class add dev {device} parent 1:1 classid 1:{minor} htb {limits}",
-            f"qdisc add dev {device} parent 1:{minor} handle {minor}: {queue}",
-        ]
-
-    lines = [
-        f"qdisc add dev {device} root handle 1: htb default 10",
-        f"class add dev {device} parent 1: classid 1:1 htb rate {rate}bit ceil {rate}bit {bucket}",
-        # The guarantees add up to the rate: a class within its own is not held back by what the link has sent.
-        *leaf(5, acks, 0),
-        *leaf(10, rate - low - acks, 1),
-        f"filter add dev {device} parent 1: protocol ip prio 1 u32 match u16 0 0xffc0 at 2 flowid 1:5",
+    # The guarantees add up to the rate: a class within its own is not held back by what the link has sent.
+    shares = {5: (acks, 0), 10: (rate - low - acks, 1), 20: (low, 7)}
+    limits = {minor: f"rate {shares[minor][0]}bit ceil {rate}bit prio {shares[minor][1]}" for minor in _leaves(qos=qos)}
+    return [
+        f"parent 1: classid 1:1 htb rate {rate}bit ceil {rate}bit {bucket}",
+        *(f"parent 1:1 classid 1:{minor} htb {limit} {bucket}" for minor, limit in limits.items()),
     ]
-    if qos:
-        match = "protocol ip prio 2 u32 match ip tos 0x20 0xfc"
-        lines += [*leaf(20, low, 7), f"filter add dev {device} parent 1: {match} flowid 1:20"]
-    return _script(lines)
 
 
 def _script(lines: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Processes of a run on this machine: one torchrun agent per node, and the rendezvous that emulated nodes share."""
+"""The nodes of a run as torchrun agents, one each, and the rendezvous that emulated nodes share."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from capricorn.emulation.fabric import Entry
 from capricorn.emulation.ground import Ground
 from capricorn.errors import ConfigError
 from capricorn.harness.job import Job
+from capricorn.harness.nodes import GaveUpError
+from capricorn.runtime.store import NodeStore
 from capricorn.units import Seconds
 
 KEEP_ALIVE_INTERVAL_S = 1
@@ -50,34 +52,62 @@ class Rendezvous:
             _stop(self._process)
 
 
-class Agents:
-    """The torchrun agents of the nodes on this machine."""
+class TorchrunNodes:
+    """The nodes on this machine, each with an agent of torchrun, which starts its ranks again; implements `Nodes`."""
 
-    def __init__(self, job: Job, job_file: Path, ground: Ground, log_dir: Path, endpoint: str) -> None:
-        self._job, self._job_file, self._ground = job, job_file, ground
-        self._log_dir, self._endpoint = log_dir, endpoint
+    def __init__(self, job: Job, ground: Ground, log_dir: Path, on_replace: Callable[[int], None]) -> None:
+        """`on_replace` is told of each node that is replaced, before its successor starts."""
+        self._job, self._ground, self._log_dir, self._on_replace = job, ground, log_dir, on_replace
         launch = job.scenario.launch
-        self.nodes = [launch.node_rank] if launch.nnodes else list(range(job.scenario.cluster.nodes))
+        self._nodes = [launch.node_rank] if launch.nnodes else list(range(job.scenario.cluster.nodes))
+        self._replacements_left = launch.max_restarts + len(job.scenario.faults)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._rendezvous: Rendezvous | None = None
 
-    def start(self, node: int) -> None:
-        """Starts the agent of a node, anew if there was one."""
-        log, env = self._log_dir / f"node{node}.log", self._environment()
-        self._processes[node] = _spawn(self._ground.enter_node(node), self._module(node), log, env=env)
+    def start(self) -> None:
+        self._rendezvous = Rendezvous(self._job, self._ground, self._log_dir)
+        self._job_file, self._endpoint = self._job.write(), self._rendezvous.endpoint
+        for node in self._nodes:
+            self._start_node(node)
 
-    def exit_codes(self) -> dict[int, int]:
-        """Of the agents that have ended: node -> exit code, negative for the signal that ended it."""
-        codes = {node: process.poll() for node, process in self._processes.items()}
-        return {node: code for node, code in codes.items() if code is not None}
+    def wait(self, timeout_s: Seconds) -> None:
+        time.sleep(timeout_s)
+        for node, code in self._exit_codes().items():
+            if code > 0 or (code < 0 and self._replacements_left == 0):
+                raise GaveUpError(node)
+            if code < 0:
+                self._replacements_left -= 1
+                self._on_replace(node)
+                self._start_node(node)
+
+    @property
+    def are_done(self) -> bool:
+        codes = self._exit_codes()
+        return len(codes) == len(self._nodes) and not any(codes.values())
+
+    def progressed(self) -> None:
+        """Whether ranks hang is torchrun's affair."""
 
     def stop(self) -> None:
-        """Ends all agents and with them their workers."""
         for process in self._processes.values():
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()
         deadline_s = time.monotonic() + STOP_TIMEOUT_S
         for process in self._processes.values():
             _stop(process, max(0.1, deadline_s - time.monotonic()))
+        if self._rendezvous is not None:
+            self._rendezvous.stop()
+
+    def _exit_codes(self) -> dict[int, int]:
+        """Of the agents that have ended: node -> exit code, negative for the signal that ended it."""
+        codes = {node: process.poll() for node, process in self._processes.items()}
+        return {node: code for node, code in codes.items() if code is not None}
+
+    def _start_node(self, node: int) -> None:
+        """Starts the agent of a node, anew if there was one."""
+        NodeStore.create(self._job.node_dir(node), self._job.run_id, node, self._job.scenario.topology)
+        log, env = self._log_dir / f"node{node}.log", self._environment()
+        self._processes[node] = _spawn(self._ground.enter_node(node), self._module(node), log, env=env)
 
     def _module(self, node: int) -> list[str]:
         scenario = self._job.scenario

@@ -31,6 +31,8 @@ class Job(Frozen):
     """Where the links are that are paced in user space, if they are."""
     storage_dir: Path | None = None
     """Where the clocks of the modelled storage are, if it is modelled."""
+    persist_dir: Path | None = None
+    """The folder of the persistent tier, all nodes alike; stays after the run."""
     files_dir: Path | None = None
     """Where systems that write files put them, all nodes alike; gone with the run."""
 

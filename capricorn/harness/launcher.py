@@ -5,10 +5,10 @@ Knows no torch; what trains are the workers that torchrun starts.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import shutil
-import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
@@ -19,13 +19,19 @@ from capricorn.emulation.measure import measure_links
 from capricorn.emulation.route import Links
 from capricorn.emulation.storage import Storage
 from capricorn.errors import CapricornError
-from capricorn.harness.agents import Agents, Rendezvous
+from capricorn.harness.agents import TorchrunNodes
 from capricorn.harness.cpu import CpuMeter
 from capricorn.harness.data import prepare
+from capricorn.harness.fault_checks import check_faults
 from capricorn.harness.follow import Follower
 from capricorn.harness.interrupts import Interrupts
 from capricorn.harness.job import FATAL, Job
 from capricorn.harness.machine import environment
+from capricorn.harness.nodes import GaveUpError, Nodes
+from capricorn.harness.repairs import Repairs
+from capricorn.harness.tier import check_tier, tier_of
+from capricorn.harness.warm import Standby
+from capricorn.harness.warm_nodes import WarmNodes
 from capricorn.records import (
     CPU,
     EVENTS,
@@ -38,9 +44,11 @@ from capricorn.records import (
     write_run,
 )
 from capricorn.report.recoveries import write_recoveries
-from capricorn.runtime.store import NodeStore, RunLock, find_stores
+from capricorn.runtime.store import RunLock, find_stores
 
 TICK_S: Final = 0.1
+STORAGE_BYTES_PER_S: Final = 1e9
+"""Of each node, where storage is modelled only so that it can become slow."""
 CHECKPOINTS: Final = "checkpoints"
 """Of a run folder: what systems write that write files."""
 
@@ -61,14 +69,25 @@ class RunListener:
         """About ten times a second."""
 
 
-def launch(scenario: Scenario, out: Path, listener: RunListener) -> Path:
+def launch(scenario: Scenario, out: Path, listener: RunListener, standby: Standby | None = None) -> Path:
     """Runs the scenario and yields its folder below `out`, with `run.json` in it whatever happened.
+
+    `standby` is a warm process that serves several runs; without it the run has one of its own.
 
     Raises:
         CapricornError: the run failed, with what the failed rank said.
         KeyboardInterrupt: it was interrupted (also by SIGTERM); everything has been ended and removed.
     """
     started = datetime.now(UTC)
+    check_faults(scenario, out)
+    with contextlib.ExitStack() as stack:
+        if standby is None and not scenario.launch.by_torchrun:
+            standby = stack.enter_context(Standby())  # it imports while we make ready
+        return _launch(scenario, out, listener, standby, started)
+
+
+def _launch(scenario: Scenario, out: Path, listener: RunListener, standby: Standby | None, started: datetime) -> Path:
+    check_tier(scenario)
     tokens = prepare(scenario.data, scenario.model.vocab_size, seq_len=scenario.model.seq_len)
     run_id = _new_run_id(scenario, started)
     with Interrupts() as interrupts:
@@ -81,7 +100,7 @@ def launch(scenario: Scenario, out: Path, listener: RunListener) -> Path:
                 job = _make_job(scenario, run_id, run_dir, lock.folder, tokens, ground)
                 listener.on_start(run_dir, scenario)
                 try:
-                    _Run(job, ground, listener, interrupts).run()
+                    _Run(job, ground, listener, interrupts, standby).run()
                 finally:
                     if scenario.storage.medium == "disk" and not scenario.store.keep:
                         # First, as they may have filled the disk; those on tmpfs go with the store.
@@ -108,9 +127,14 @@ def _make_job(scenario: Scenario, run_id: str, run_dir: Path, store_dir: Path, t
     if cluster.links == PACED:
         links_dir = store_dir / "links"
         Links.create(links_dir, cluster.nodes, cluster.rate).close()
-    if emulation is not None and (rate := emulation.storage_node_bytes_per_s) is not None:
+    rate = emulation.storage_node_bytes_per_s if emulation is not None else None
+    if rate is None and any(fault.kind == "disk-slow" for fault in scenario.faults):
+        rate = STORAGE_BYTES_PER_S
+    if rate is not None:
         storage_dir = store_dir / "storage"
-        Storage.create(storage_dir, cluster.nodes, rate, emulation.storage_total_bytes_per_s)
+        Storage.create(
+            storage_dir, cluster.nodes, rate, emulation.storage_total_bytes_per_s if emulation is not None else None
+        )
     files_dir = run_dir / CHECKPOINTS if scenario.storage.medium == "disk" else store_dir / "files"
     files_dir.mkdir()
     return Job(
@@ -123,20 +147,22 @@ def _make_job(scenario: Scenario, run_id: str, run_dir: Path, store_dir: Path, t
         links_dir=links_dir,
         storage_dir=storage_dir,
         files_dir=files_dir,
+        persist_dir=tier_of(scenario, run_dir),
     )
 
 
 class _Run:
     """The processes of one run, from start to end."""
 
-    def __init__(self, job: Job, ground: Ground, listener: RunListener, interrupts: Interrupts) -> None:
+    def __init__(
+        self, job: Job, ground: Ground, listener: RunListener, interrupts: Interrupts, standby: Standby | None
+    ) -> None:
         self._job, self._ground, self._listener, self._interrupts = job, ground, listener, interrupts
+        self._standby, self._repairs = standby, Repairs(job, ground)
         self._samples = Follower(job.run_dir / ITERATIONS, IterationSample)
         self._events = Follower(job.run_dir / EVENTS, EventSample)
         self._failures: list[str] = []
         self._is_training = False
-        launch = job.scenario.launch
-        self._replacements_left = launch.max_restarts + len(job.scenario.faults)
 
     def run(self) -> None:
         log_dir = self._job.run_dir / "log"
@@ -146,22 +172,35 @@ class _Run:
         if self._job.scenario.cluster.is_emulated:
             self._measure_links()
         self._interrupts.check()
-        rendezvous = Rendezvous(self._job, self._ground, log_dir)
-        self._agents = Agents(self._job, self._job.write(), self._ground, log_dir, rendezvous.endpoint)
+        nodes = self._make_nodes(log_dir)
         meter = CpuMeter()
         try:
-            for node in self._agents.nodes:
-                self._start_node(node)
-            while not self._is_done():
+            nodes.start()
+            while not nodes.are_done:
                 self._interrupts.check()
-                self._tell()
+                nodes.wait(TICK_S)
+                self._check()
+                if self._tell():
+                    nodes.progressed()
                 meter.tick(is_training=self._is_training)
-                time.sleep(TICK_S)
-        finally:
-            self._agents.stop()
-            rendezvous.stop()
+        except GaveUpError as error:
+            self._check()
             self._tell()
+            raise CapricornError(self._describe_failure(error.node)) from None
+        finally:
+            nodes.stop()
+            self._tell()
+            self._repairs.close()
             append(self._job.run_dir / CPU, meter.sample())
+
+    def _make_nodes(self, log_dir: Path) -> Nodes:
+        if self._standby is None or self._job.scenario.launch.by_torchrun:
+            return TorchrunNodes(self._job, self._ground, log_dir, self._on_replace)
+        return WarmNodes(self._job, self._ground, log_dir, self._standby, self._on_replace)
+
+    def _on_replace(self, node: int) -> None:
+        """A node was lost, and another takes its place."""
+        self._repairs.node_replaced(node)
 
     def _measure_links(self) -> None:
         num_nodes = self._job.scenario.cluster.nodes
@@ -169,38 +208,26 @@ class _Run:
         for sample in measure_links(entries, self._job.addresses, links=self._job.links_dir):
             append(self._job.run_dir / LINKS, sample)
 
-    def _start_node(self, node: int) -> None:
-        NodeStore.create(self._job.node_dir(node), self._job.run_id, node, self._job.scenario.topology)
-        self._agents.start(node)
-
-    def _is_done(self) -> bool:
-        """Whether all nodes have finished; replaces those that were lost.
-
-        Raises:
-            CapricornError: a node gave up, or starting again cannot help.
-        """
+    def _check(self) -> None:
+        """Raises CapricornError if a rank has said that starting again cannot help."""
         fatal = self._job.run_dir / FATAL
         if fatal.exists() and (text := fatal.read_text(encoding="utf-8")):
             raise CapricornError(f"the run cannot go on: {text}")
-        codes = self._agents.exit_codes()
-        for node, code in codes.items():
-            if code > 0 or (code < 0 and self._replacements_left == 0):
-                self._tell()
-                raise CapricornError(self._describe_failure(node))
-            if code < 0:
-                self._replacements_left -= 1
-                self._start_node(node)
-        return len(codes) == len(self._agents.nodes) and not any(codes.values())
 
-    def _tell(self) -> None:
-        for sample in self._samples.new():
+    def _tell(self) -> bool:
+        """Tells the listener what is new; whether some rank has finished an iteration."""
+        samples = list(self._samples.new())
+        for sample in samples:
             self._is_training = True
             self._listener.on_sample(sample)
         for event in self._events.new():
             if event.event == "failed":
                 self._failures.append(f"rank {event.rank}: {event.detail}")
+            self._repairs.on_event(event)
             self._listener.on_event(event)
+        self._repairs.tick()
         self._listener.on_tick()
+        return bool(samples)
 
     def _describe_failure(self, node: int) -> str:
         last = f": {self._failures[-1]}" if self._failures else ""

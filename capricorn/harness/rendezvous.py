@@ -1,4 +1,4 @@
-"""Where emulated nodes meet: a store outside of every failure domain, so that any node may be lost, the first too."""
+"""Where the ranks meet: a store outside of every failure domain, so that any node may be lost, the first too."""
 
 from __future__ import annotations
 
@@ -10,17 +10,21 @@ import sys
 from capricorn.process import die_with_parent
 
 
-def main() -> None:
-    """Serves the listening socket with the descriptor argv[1] until the launcher ends us."""
-    die_with_parent()
+def serve(fd: int) -> None:
+    """Serves the listening socket with that descriptor until a signal ends us."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    fd = int(sys.argv[1])
     with socket.socket(fileno=os.dup(fd)) as listener:
         host, port = listener.getsockname()
     store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
     signal.sigwait({signal.SIGTERM, signal.SIGINT})
     del store
+
+
+def main() -> None:
+    """Serves the descriptor argv[1], tied to the life of the launcher."""
+    die_with_parent()
+    serve(int(sys.argv[1]))
     os._exit(0)
 
 

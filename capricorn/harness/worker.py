@@ -1,6 +1,6 @@
-"""One rank of one attempt: what torchrun starts on every node. Builds everything, restores, trains, drains.
+"""One rank: meets the others, takes the newest checkpoint that all have, trains, drains; and again after a failure.
 
-Whether it is the first start or the hundredth, it does the same: take the newest checkpoint that all ranks have.
+Whether it is the first start or the hundredth, it does the same.
 """
 
 from __future__ import annotations
@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import sys
 import traceback
-from datetime import timedelta
 from pathlib import Path
 from types import FrameType
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -20,25 +21,24 @@ import torch.distributed as dist
 from capricorn.emulation.pacer import Pacer
 from capricorn.emulation.route import Links, Route
 from capricorn.errors import CapricornError, ConfigError, NoCompleteCheckpointError, TransportError
-from capricorn.harness.address import own_address
-from capricorn.harness.data import Batches
-from capricorn.harness.faults import FaultInjector, register_worker
-from capricorn.harness.job import ATTEMPT, FATAL, Job
-from capricorn.harness.model import build_model
-from capricorn.harness.network import Network
-from capricorn.harness.optim import Optimizer
+from capricorn.harness.injector import FaultInjector
+from capricorn.harness.job import FATAL, Job
+from capricorn.harness.place import ForkedPlace, Place, TorchrunPlace, UnreachableError, end_groups
 from capricorn.harness.recorder import Recorder, was_ever_complete
-from capricorn.harness.state import training_state
+from capricorn.harness.registered import register_worker
 from capricorn.harness.trainer import StallMeter, Trainer
+from capricorn.harness.training import Training
 from capricorn.hooks import HookChain
-from capricorn.loads.deal import Loads
-from capricorn.loads.given import given_shares
 from capricorn.process import die_with_parent
 from capricorn.registry import load_system
 from capricorn.runtime.exchange import maximum, share_text
+from capricorn.runtime.persistent import iterations_in
 from capricorn.system import CheckpointSystem, JobContext
 
-COLLECTIVE_TIMEOUT = timedelta(seconds=120)
+FAILED: Final = 1
+UNREACHABLE: Final = 4
+"""Exit code of a rank that cannot reach the place where the ranks meet."""
+LEFT: Final = b"left"
 
 
 def main() -> None:
@@ -47,14 +47,47 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _leave)
     job = Job.read(Path(sys.argv[1]))
     torch.set_num_threads(1)  # results are bit-reproducible at a fixed number of threads only
-    worker = Worker(job)
+    worker = Worker(job, TorchrunPlace(job))
     try:
         worker.run()
     except BaseException as error:  # noqa: BLE001 - also SIGTERM; the process ends below
         worker.fail(error)
         # Threads of a process group that lost a peer may never join; the state they served is in the store.
         sys.stderr.flush()
-        os._exit(1)
+        os._exit(FAILED)
+
+
+def run_forked(job: Job, place: ForkedPlace, orders: socket.socket) -> int:
+    """Runs a rank for the node that forked it, in one attempt after the other; yields the exit code.
+
+    When it has left an attempt it says LEFT on `orders` and waits for the number of the next.
+    """
+    worker = Worker(job, place)
+    while (error := _attempt(worker)) is not None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        worker.fail(error)
+        if not worker.can_stay(error):
+            return UNREACHABLE if isinstance(error, UnreachableError) else FAILED
+        worker.part()
+        orders.send(LEFT)
+        order = orders.recv(64)
+        if not order:  # the node has ended
+            return FAILED
+        place.attempt = int(order)
+    return 0
+
+
+def _attempt(worker: Worker) -> BaseException | None:
+    """Runs a worker until it is done, or to the error that ends it; SIGTERM, which a node sends to end it, is one."""
+    signal.signal(signal.SIGTERM, _leave)
+    try:
+        try:
+            worker.run()
+        finally:  # a signal that comes while another error is on its way ends up below like the first
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the node hears of it
+        return error
+    return None
 
 
 def _leave(signum: int, frame: FrameType | None) -> None:
@@ -64,16 +97,15 @@ def _leave(signum: int, frame: FrameType | None) -> None:
 class Worker:
     """One rank from its start to its end."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._rank, self._world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self._system: CheckpointSystem = load_system(job.scenario.system.name)()
+    def __init__(self, job: Job, place: Place) -> None:
+        self._job, self._place, self._rank = job, place, place.rank
         emulation, model = job.scenario.emulation, job.scenario.model
-        self._pacer = Pacer(emulation.pace, model, self._rank, self._world_size) if emulation else None
-        self._recorder = Recorder(job, self._rank, 0, self._system, self._pacer)
+        self._pacer = Pacer(emulation.pace, model, self._rank, place.world_size) if emulation else None
         self._routes = self._open_routes()
+        self._training: Training | None = None
         self._iteration = 0
         self._is_training = False
+        self._start_anew()
 
     def run(self) -> None:
         """Trains to the last iteration.
@@ -94,13 +126,35 @@ class Worker:
         self._finish()
 
     def fail(self, error: BaseException) -> None:
-        """Writes down why the rank ends, and lets a running local copy be completed."""
+        """Writes down why the attempt ends, and lets a running local copy be completed."""
         traceback.print_exception(error)
         self._recorder.event("failed", _in_words(error), iteration=self._iteration)
         is_hopeless = isinstance(error, CapricornError) and not isinstance(error, TransportError)
         if is_hopeless and not self._is_training:
             (self._job.run_dir / FATAL).write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
         self._system.close()
+
+    def can_stay(self, error: BaseException) -> bool:
+        """Whether this process may go on in the next attempt, with its model and optimizer where they are.
+
+        Before the first checkpoint the initial state is needed again, which a new process has.
+        """
+        is_lost = isinstance(error, UnreachableError) or self._training is None
+        return not is_lost and self._system.can_be_replaced and was_ever_complete(self._job.run_dir)
+
+    def part(self) -> None:
+        """Leaves the groups of the attempt that has failed, and forgets all of it but what was trained."""
+        assert self._training is not None
+        del self._control, self._trainer, self._recorder
+        self._training.leave()
+        self._start_anew()
+        end_groups()
+
+    def _start_anew(self) -> None:
+        self._system: CheckpointSystem = load_system(self._job.scenario.system.name)()
+        self._recorder = Recorder(self._job, self._rank, 0, self._system, self._pacer)
+        self._iteration = 0
+        self._is_training = False
 
     def _device(self) -> torch.device:
         if self._job.scenario.cluster.device != "cuda":
@@ -111,43 +165,33 @@ class Worker:
 
     def _join(self, device: torch.device) -> None:
         """Meets the other ranks and settles with them who is who and how often the job has started."""
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
-        self._control = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
-        file = self._job.run_dir / ATTEMPT
-        # torchrun's own restart count differs between nodes once an agent has been replaced.
-        self._attempt = maximum(self._control, int(file.read_text()) if file.exists() else -1) + 1
-        if self._rank == 0 or self._job.scenario.launch.nnodes:
-            file.write_text(str(self._attempt))
+        met = self._place.join("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        self._control, self._attempt = met
         self._recorder = Recorder(self._job, self._rank, self._attempt, self._system, self._pacer)
 
     def _make_ready(self, device: torch.device) -> None:
-        scenario = self._job.scenario
-        seed = scenario.train.seed
-        network = Network(dist.group.WORLD, self._routes)
-        loads = self._given_loads()
-        model = build_model(scenario.model, self._rank, self._world_size, network, device, seed, loads)
-        optimizer = Optimizer(model, scenario.train, network)
-        shape = (scenario.model.batch_size, scenario.model.seq_len)
-        batches = Batches(self._job.tokens, self._rank, self._world_size, *shape, seed)
-        self._check_same_data(batches)
-        torch.manual_seed(seed * self._world_size + self._rank)
-        self._state = training_state(optimizer, batches, device)
-        self._system.attach(self._context(device), self._state)
+        if self._training is None:
+            self._training = Training(self._job, self._rank, device, self._routes)
+        else:
+            self._training.rejoin()
+        training = self._training
+        self._check_same_data(training.batches.digest)
+        injector = FaultInjector(self._job, self._rank, self._attempt)
+        self._system.attach(self._context(device, injector), training.state)
         self._recorder.event("ready")
         self._restore()
         meter = StallMeter(self._system)
-        injector = FaultInjector(self._job, self._rank, self._attempt)
-        hooks = (meter, injector if scenario.faults else None, loads, self._recorder, self._pacer)
+        faults = self._job.scenario.faults
+        hooks = (meter, injector if faults else None, training.loads, self._recorder, self._pacer)
         hook = HookChain(hook for hook in hooks if hook is not None)
-        self._trainer = Trainer(model, optimizer, batches, device, meter, hook)
+        self._trainer = Trainer(training.model, training.optimizer, training.batches, device, meter, hook)
 
-    def _check_same_data(self, batches: Batches) -> None:
-        mine = batches.digest >> 1  # fits a signed integer
+    def _check_same_data(self, digest: int) -> None:
+        mine = digest >> 1  # fits a signed integer
         if maximum(self._control, mine) != mine or -maximum(self._control, -mine) != mine:
             raise ConfigError(f"rank {self._rank} reads other data than the others; give all nodes the same --data")
 
-    def _context(self, device: torch.device) -> JobContext:
+    def _context(self, device: torch.device, injector: FaultInjector) -> JobContext:
         scenario = self._job.scenario
         node = scenario.topology.node_of(self._rank)
         return JobContext(
@@ -160,24 +204,19 @@ class Worker:
             config=scenario.system,
             planner=scenario.planner,
             store_dir=self._job.node_dir(scenario.launch.node_rank if scenario.launch.nnodes else node),
-            address=own_address(os.environ["MASTER_ADDR"]) if scenario.launch.nnodes else self._job.addresses[node],
-            routes=self._routes,
+            address=self._place.address(),
+            routes=injector.routes(self._routes),
+            store_tap=injector.store_tap,
             storage_dir=self._job.storage_dir,
             files_dir=self._job.files_dir,
             gemini=scenario.gemini,
             storage=scenario.storage,
             torchsnapshot=scenario.torchsnapshot,
             dcp=scenario.dcp,
+            persist=scenario.persist,
+            persist_dir=self._job.persist_dir,
+            model=scenario.model.name,
         )
-
-    def _given_loads(self) -> Loads | None:
-        """Loads that overrule the router's, if the scenario gives some."""
-        loads, train, model = self._job.scenario.loads, self._job.scenario.train, self._job.scenario.model
-        shares_IME = given_shares(loads, model, num_iterations=train.iterations, seed=train.seed)
-        if shares_IME is None:
-            return None
-        layers = [layer for layer in range(model.num_layers) if model.is_moe(layer)]
-        return Loads(shares_IME, layers=layers, top_k=model.top_k, seed=train.seed, rank=self._rank)
 
     def _open_routes(self) -> dict[int, Route]:
         """By rank: the way there over links that are paced in user space, if they are."""
@@ -193,20 +232,23 @@ class Worker:
             report = self._system.restore()
         except NoCompleteCheckpointError:
             # Before the first checkpoint was complete, the initial state is the newest there is, and the seed has it.
-            if was_ever_complete(self._job.run_dir):
+            # Nor is it to take the place of checkpoints on disk of which none is whole.
+            tier = self._job.persist_dir
+            if was_ever_complete(self._job.run_dir) or (tier is not None and iterations_in(tier)):
                 raise
             return
         self._iteration = report.iteration
-        detail = "; ".join(f"skipped {copy}: damaged" for copy in report.damaged)
+        detail = "; ".join([*(f"skipped {copy}: damaged" for copy in report.damaged), *report.notes])
         self._recorder.event("resumed", detail, iteration=report.iteration, restored=report)
 
     def _finish(self) -> None:
+        assert self._training is not None
         detail = ""
         try:
             self._system.drain(self._job.scenario.system.timeout_s)
         except CapricornError as error:
             detail = str(error)
-        digest = f"{self._state.content_digest():016x}"
+        digest = f"{self._training.state.content_digest():016x}"
         self._recorder.event("finished", detail, iteration=self._iteration, state_digest=digest)
         self._system.close()
         dist.barrier(group=self._control)  # or a fast rank's end would look like a failure to a slow one

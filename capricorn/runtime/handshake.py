@@ -7,6 +7,7 @@ import hmac
 import os
 import socket
 import struct
+import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
@@ -16,6 +17,7 @@ from capricorn.runtime.wire import receive, send
 from capricorn.units import Seconds
 
 HANDSHAKE_TIMEOUT_S: Final[Seconds] = 5.0
+"""Of the whole handshake, whatever trickles in."""
 _MAGIC = b"CPRN"
 _VERSION = 1
 _NONCE = 16
@@ -46,11 +48,11 @@ def greet(sock: socket.socket, me: Identity, owner: int, host: int) -> None:
     Raises:
         TransportError: the other side refused us or could not prove that it knows the secret.
     """
-    nonce = os.urandom(_NONCE)
-    challenge = receive(sock, _NONCE)
+    nonce, until_s = os.urandom(_NONCE), time.monotonic() + HANDSHAKE_TIMEOUT_S
+    challenge = receive(sock, _NONCE, until_s=until_s)
     hello = me.hello(owner, host, nonce)
     send(sock, hello + me.mac(b"owner", challenge, hello))
-    if not hmac.compare_digest(receive(sock, _MAC), me.mac(b"host", nonce, hello)):
+    if not hmac.compare_digest(receive(sock, _MAC, until_s=until_s), me.mac(b"host", nonce, hello)):
         raise TransportError(f"rank {host} could not prove that it belongs to run {me.run_id}")
 
 
@@ -60,9 +62,9 @@ def welcome(sock: socket.socket, me: Identity, host: int, owners: Collection[int
     Raises:
         TransportError: it is a stranger, of another run, of an older attempt, none of `owners`, or meant another rank.
     """
-    challenge = os.urandom(_NONCE)
+    challenge, until_s = os.urandom(_NONCE), time.monotonic() + HANDSHAKE_TIMEOUT_S
     send(sock, challenge)
-    message = receive(sock, _HELLO.size + _MAC)
+    message = receive(sock, _HELLO.size + _MAC, until_s=until_s)
     hello, proof = message[: _HELLO.size], message[_HELLO.size :]
     magic, version, attempt, owner, to, _, nonce = _HELLO.unpack(hello)
     if magic != _MAGIC or version != _VERSION:

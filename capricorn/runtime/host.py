@@ -5,9 +5,11 @@ Its threads only wait in system calls and checksum. Knows no tensor and no train
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 from collections.abc import Callable, Mapping
+from typing import Final
 
 from capricorn.errors import CapricornError, TransportError
 from capricorn.runtime.handshake import HANDSHAKE_TIMEOUT_S, Identity, welcome
@@ -15,9 +17,25 @@ from capricorn.runtime.priority import give_way
 from capricorn.runtime.slot import Layout
 from capricorn.runtime.store import NodeStore
 from capricorn.runtime.transport import receive_copy, send_block
-from capricorn.runtime.wire import FRAME_BYTES, MANIFEST_LIMIT, Frame, Kind, receive, send, set_deadline, shut
+from capricorn.runtime.wire import (
+    FRAME_BYTES,
+    MANIFEST_LIMIT,
+    Frame,
+    Kind,
+    receive,
+    receive_text,
+    send,
+    set_deadline,
+    shut,
+    wake,
+)
 from capricorn.system import PacedRoute
 from capricorn.units import Seconds
+
+MAX_STRANGERS: Final = 64
+"""Connections at once that have not proved yet who they are; the oldest goes first, since an owner needs no time."""
+BREATH_S: Final[Seconds] = 0.02
+"""Between two attempts to accept while this process has no descriptor left."""
 
 
 class ReplicaHost:
@@ -41,8 +59,8 @@ class ReplicaHost:
         self._served: dict[int, tuple[socket.socket, threading.Thread]] = {}
         self._pending: dict[socket.socket, threading.Thread] = {}
         self._lock = threading.Lock()
-        self._closed = False
-        self._listener = socket.create_server((address, 0), backlog=64)
+        self._closing = threading.Event()
+        self._listener = socket.create_server((address, 0), backlog=256)
         self._acceptor = threading.Thread(target=self._accept, name="capricorn-accept", daemon=True)
 
     @property
@@ -58,29 +76,46 @@ class ReplicaHost:
     def close(self) -> None:
         """Ends all threads and connections."""
         with self._lock:
-            self._closed = True
+            self._closing.set()
             sockets = [*self._pending, *(sock for sock, _ in self._served.values())]
             threads = [*self._pending.values(), *(thread for _, thread in self._served.values())]
-        shut(self._listener)
-        for sock in sockets:
-            shut(sock)
+        for sock in [self._listener, *sockets]:
+            wake(sock)
         for thread in [self._acceptor, *threads]:
             if thread.ident is not None:
                 thread.join(timeout=HANDSHAKE_TIMEOUT_S)
+        self._listener.close()
 
     def _accept(self) -> None:
-        while True:
+        while not self._closing.is_set():
             try:
                 sock, _ = self._listener.accept()
-            except OSError:
+            except OSError:  # closed, or a stranger that went away, or no descriptor is left
+                self._drop_strangers(at_most=MAX_STRANGERS // 2)
+                self._closing.wait(BREATH_S)
+            else:
+                self._admit(sock)
+
+    def _admit(self, sock: socket.socket) -> None:
+        self._drop_strangers(at_most=MAX_STRANGERS - 1)
+        thread = threading.Thread(target=self._serve, args=(sock,), name="capricorn-host", daemon=True)
+        with self._lock:
+            if self._closing.is_set():
+                sock.close()
                 return
-            with self._lock:
-                if self._closed:
-                    sock.close()
-                    return
-                thread = threading.Thread(target=self._serve, args=(sock,), name="capricorn-host", daemon=True)
-                self._pending[sock] = thread
+            try:
                 thread.start()
+            except RuntimeError:  # the system gives us no more threads
+                sock.close()
+                return
+            self._pending[sock] = thread
+
+    def _drop_strangers(self, at_most: int) -> None:
+        """Ends the oldest connections that have not proved who they are, until so many are left."""
+        with self._lock:
+            for sock in list(self._pending)[: max(0, len(self._pending) - at_most)]:
+                wake(sock)
+                del self._pending[sock]
 
     def _serve(self, sock: socket.socket) -> None:
         if self._gives_way:
@@ -106,8 +141,10 @@ class ReplicaHost:
             self._served[owner] = (sock, threading.current_thread())
             self._pending.pop(sock, None)
         if before is not None:
-            shut(before[0])
-            before[1].join()
+            wake(before[0])
+            before[1].join(HANDSHAKE_TIMEOUT_S)
+            if before[1].is_alive():
+                raise TransportError(f"rank {owner} came again, and its first connection does not end")
 
 
 class _Session:
@@ -158,7 +195,14 @@ class _Session:
     def _manifest(self, frame: Frame) -> None:
         if frame.size > MANIFEST_LIMIT:
             raise TransportError(f"a manifest of {frame.size} bytes is refused")
-        self._store.write_manifest(self._owner, receive(self._sock, frame.size).decode(errors="replace"))
+        manifest = receive_text(self._sock, frame.size)
+        try:
+            is_table = isinstance(json.loads(manifest), dict)
+        except (ValueError, RecursionError):
+            is_table = False
+        if not is_table:
+            raise TransportError(f"a manifest that is no table arrived from rank {self._owner}")
+        self._store.write_manifest(self._owner, manifest)
 
     def _receive_replica(self, frame: Frame) -> None:
         slot = self._store.begin(self._owner, frame.iteration, frame.size, self._attempt)

@@ -15,6 +15,7 @@ from capricorn.errors import ConfigError, StoreError
 from capricorn.runtime.exchange import maximum
 from capricorn.runtime.store import RUN_PREFIX, NodeStore
 from capricorn.schedule import PlannerConfig
+from capricorn.settings import PersistConfig
 from capricorn.system import JobContext
 from capricorn.topology import Topology
 from capricorn.units import Seconds
@@ -25,6 +26,7 @@ def join_job(
     config: SystemConfig,
     *,
     planner: PlannerConfig | None = None,
+    persist: PersistConfig | None = None,
     device: torch.device | str = "cpu",
     address: str = "127.0.0.1",
     root: str | Path = "/dev/shm",
@@ -39,15 +41,19 @@ def join_job(
         run_id: names the job; the same on all ranks and in all its attempts.
         config: `replicas` may not exceed the number of nodes.
         planner: how system `capricorn` plans; by default as well as it can.
+        persist: which checkpoints go to disk as well, and where: `dir` is then needed, a folder that all nodes reach.
         device: where the state of this rank lives.
         address: of this node's own interface, by which its peers reach it.
         root: a tmpfs.
         timeout_s: deadline of the control group's collectives.
 
     Raises:
-        ConfigError: this is not a torchrun worker, or there are more replicas than nodes.
+        ConfigError: this is not a torchrun worker, there are more replicas than nodes, or `persist` names no folder.
         StoreError: the store cannot be made.
     """
+    persist = persist or PersistConfig()
+    if persist.every and not persist.dir:
+        raise ConfigError("persist.every needs persist.dir, a folder that all nodes reach")
     try:
         rank, local_size = int(os.environ["RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
         restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -66,9 +72,19 @@ def join_job(
         control_group=group,
         config=config,
         planner=planner or PlannerConfig(),
+        persist=persist,
+        persist_dir=_make_tier(Path(persist.dir)) if persist.dir else None,
         store_dir=_make_store(Path(root) / (RUN_PREFIX + run_id), run_id, topology.node_of(rank), topology),
         address=address,
     )
+
+
+def _make_tier(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"persist.dir {folder}: cannot make the folder: {error.strerror}") from None
+    return folder.resolve()
 
 
 def _make_store(folder: Path, run_id: str, node: int, topology: Topology) -> Path:

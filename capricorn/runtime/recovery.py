@@ -1,6 +1,7 @@
 """Recovery: all ranks agree on the newest iteration that survives, fetch what they lost, and verify before they load.
 
-Nothing live is touched until every rank holds a verified copy of the same iteration.
+Nothing live is touched until every rank holds a verified copy of the same iteration. Where memory has none, or an older
+one, it comes from the persistent tier.
 """
 
 from __future__ import annotations
@@ -8,19 +9,24 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from capricorn.errors import NoCompleteCheckpointError, TransportError
 from capricorn.runtime.exchange import maximum
+from capricorn.runtime.persist_restore import PersistentTier
 from capricorn.runtime.store import NodeStore
 from capricorn.runtime.transport import ReplicaLink
-from capricorn.sizing import NUM_SLOTS
 from capricorn.units import Seconds
 
-Survivors = Mapping[int, Mapping[int, Sequence[int]]]
+Survivors: TypeAlias = Mapping[int, Mapping[int, Sequence[int]]]
 """Iteration -> owner -> ranks that have a complete copy of it, the owner itself first."""
+Obtained: TypeAlias = tuple[tuple[list[str], Mapping[int, Sequence[int]]] | None, list[str]]
+"""By owner the tier and the ranks that have it; or None, and the copies that proved damaged."""
+
+LOCAL, PEER, PERSISTENT = "local", "peer", "persistent"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +34,14 @@ class Agreement:
     """What all ranks settled on, and how long it took here."""
 
     iteration: int
-    sources: list[int]
-    """By owner: the rank its state came from."""
-    holders: Survivors
+    tiers: list[str]
+    """By owner: where its state came from, `local`, `peer` or `persistent`."""
+    holders: Mapping[int, Sequence[int]]
+    """By owner: the ranks that have a complete copy of it."""
+    newest_persisted: int
+    """On disk, up to the iteration; 0 is none."""
+    notes: Sequence[str]
+    """What else there is to say of it."""
     damaged: list[str]
     agree_s: Seconds
     fetch_s: Seconds
@@ -53,8 +64,10 @@ class Recovery:
         owners: Iterable[int],
         links: Sequence[ReplicaLink],
         attempt: int,
+        tier: PersistentTier | None = None,
     ) -> None:
         """`owners` are those whose copies this rank answers for: itself, then the ones it hosts."""
+        self._tier = tier
         self._rank, self._group, self._store = rank, group, store
         self._owners, self._attempt = list(owners), attempt
         self._links = {link.host: link for link in links}
@@ -65,31 +78,49 @@ class Recovery:
         """Leaves a verified copy of the agreed iteration in this rank's own slots.
 
         Raises:
-            NoCompleteCheckpointError: no iteration survives on every owner.
+            NoCompleteCheckpointError: no iteration survives on every owner, nor on disk.
+            ConfigError: the newest is on disk, and of another model.
         """
         agree_s = fetch_s = 0.0
         damaged: list[str] = []
         while True:
             begin_s = time.perf_counter()
             survivors = self._survey()
-            iteration = newest_common(survivors, self._world_size)
+            in_memory = newest_common(survivors, self._world_size) or 0
+            on_disk = self._tier.newest() if self._tier is not None else 0
             agree_s += time.perf_counter() - begin_s
-            if iteration is None:
+            iteration = max(in_memory, on_disk)
+            if not iteration:
                 raise NoCompleteCheckpointError(self._describe(survivors, damaged))
-            sources = [survivors[iteration][owner][0] for owner in range(self._world_size)]
             begin_s = time.perf_counter()
-            failure = self._obtain(iteration, sources[self._rank])
-            newly_refused = self._exchange_refusals(iteration, sources, failed=failure is not None)
+            if on_disk > in_memory:
+                found, complaints = self._from_disk(on_disk, keep=in_memory)
+            else:
+                found, complaints = self._from_memory(in_memory, survivors[in_memory])
             fetch_s += time.perf_counter() - begin_s
-            if not newly_refused:
-                return Agreement(iteration, sources, survivors, damaged, agree_s, fetch_s)
-            damaged += [f"rank {o}'s copy of iteration {i} on rank {h}" for h, o, i in sorted(newly_refused)]
+            if found is not None:
+                notes = self._tier.notes if self._tier is not None else ()
+                return Agreement(iteration, *found, on_disk, notes, damaged, agree_s, fetch_s)
+            damaged += complaints
+
+    def _from_disk(self, iteration: int, keep: int) -> Obtained:
+        assert self._tier is not None
+        if complaint := self._tier.obtain(iteration, keep):
+            return None, [complaint]
+        return ([PERSISTENT] * self._world_size, {owner: [owner] for owner in range(self._world_size)}), []
+
+    def _from_memory(self, iteration: int, holders: Mapping[int, Sequence[int]]) -> Obtained:
+        sources = [holders[owner][0] for owner in range(self._world_size)]
+        failure = self._obtain(iteration, sources[self._rank])
+        newly_refused = self._exchange_refusals(iteration, sources, failed=failure is not None)
+        if newly_refused:
+            return None, [f"rank {o}'s copy of iteration {i} on rank {h}" for h, o, i in sorted(newly_refused)]
+        return ([LOCAL if source == owner else PEER for owner, source in enumerate(sources)], holders), []
 
     def _survey(self) -> Survivors:
         """Who has what, from all ranks, less what proved damaged."""
-        width = NUM_SLOTS * maximum(self._group, len(self._owners))
-        mine = torch.full((width, 2), -1, dtype=torch.int64)
         copies = [(owner, i) for owner in self._owners for i in self._store.iterations(owner)]
+        mine = torch.full((maximum(self._group, len(copies)), 2), -1, dtype=torch.int64)
         for row, copy in enumerate(copies):
             mine[row] = torch.tensor(copy)
         everyone = [torch.empty_like(mine) for _ in range(self._world_size)]

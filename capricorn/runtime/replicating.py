@@ -22,6 +22,8 @@ from capricorn.runtime.executor import Executor
 from capricorn.runtime.gate import Gate
 from capricorn.runtime.handshake import Identity
 from capricorn.runtime.host import ReplicaHost
+from capricorn.runtime.persist_restore import PersistentTier
+from capricorn.runtime.persister import Persister
 from capricorn.runtime.recovery import Recovery
 from capricorn.runtime.save import Save
 from capricorn.runtime.scheduler import make_scheduler
@@ -43,6 +45,7 @@ class ReplicatingSystem(CheckpointSystem):
     """
 
     name: ClassVar[str] = "capricorn"
+    can_be_replaced: ClassVar[bool] = True
     plans: ClassVar[bool] = True
     """Whether idle spans are looked for; else all is sent as soon as it is staged."""
 
@@ -61,10 +64,11 @@ class ReplicatingSystem(CheckpointSystem):
 
     def attach(self, job: JobContext, state: FlatState) -> None:  # type: ignore[override]
         self._job, self._state, self._timeout_s = job, state, job.config.timeout_s
-        self._store = store = NodeStore.open(job.store_dir)
+        store = NodeStore.open(job.store_dir, job.store_tap)
+        self._persister, self._store = Persister(job, store, self._counters), store
         hosts, owners = self._peers(hosts_of), self._peers(owners_on)
         layouts = gather_layouts(job.control_group, Layout(state.num_bytes, job.config.block_bytes, state.digest))
-        slots = store.host(job.rank, layouts[job.rank])
+        slots = store.host(job.rank, layouts[job.rank], self._persister.num_slots)
         for owner in owners:
             store.host(owner, layouts[owner])
         me = Identity(job.run_id, job.attempt, share_secret(job.control_group))
@@ -91,7 +95,9 @@ class ReplicatingSystem(CheckpointSystem):
             live=live,
         )
         self._completion = Completion[Save](job.control_group)
-        self._recovery = Recovery(job.rank, job.control_group, store, [job.rank, *owners], self._links, job.attempt)
+        tier = PersistentTier(job, job.persist_dir, store, state.entries) if job.persist_dir is not None else None
+        mine = [job.rank, *owners]
+        self._recovery = Recovery(job.rank, job.control_group, store, mine, self._links, job.attempt, tier)
 
     def on_iteration_begin(self, iteration: int) -> None:
         self._scheduler.on_iteration_begin(iteration)
@@ -153,11 +159,10 @@ class ReplicatingSystem(CheckpointSystem):
 
     def drain(self, timeout_s: Seconds) -> None:
         self._finish(timeout_s)
-        if self._counters.failed_saves:
-            raise CapricornError(
-                f"{self._counters.failed_saves} saves failed on rank {self._job.rank}, "
-                f"the last one: {self._counters.last_failure}"
-            )
+        self._persister.finish(self._job.persist.timeout_s)
+        complaints = [_complaint(self._counters, self._job.rank), self._persister.complaint()]
+        if any(complaints):
+            raise CapricornError("; ".join(filter(None, complaints)))
 
     def restore(self) -> RestoreReport:
         found = self._recovery.run()
@@ -169,10 +174,10 @@ class ReplicatingSystem(CheckpointSystem):
         self._state.publish()
         self._forget_after(found.iteration)
         self._completion.latest = self._latest_local = found.iteration
-        self._replace_lost(found.iteration, found.holders[found.iteration][self._job.rank])
-        sources = ["local" if source == owner else "peer" for owner, source in enumerate(found.sources)]
-        load_s = time.perf_counter() - begin_s
-        return RestoreReport(found.iteration, sources, found.agree_s, found.fetch_s, load_s, found.damaged)
+        self._replace_lost(found.iteration, found.holders[self._job.rank])
+        self._persister.resume(found.newest_persisted)
+        times = found.agree_s, found.fetch_s, time.perf_counter() - begin_s
+        return RestoreReport(found.iteration, found.tiers, *times, found.damaged, found.notes)
 
     def close(self) -> None:
         if self._executor is not None:
@@ -183,6 +188,7 @@ class ReplicatingSystem(CheckpointSystem):
         if self._host is not None:
             self._host.close()
         if self._store is not None:
+            self._persister.close()
             self._store.close()
         self._links = []
         self._executor = self._host = self._store = None
@@ -263,18 +269,22 @@ class ReplicatingSystem(CheckpointSystem):
 
     def _ask(self) -> None:
         """Asks once all ranks have come to the same moment whether the save on its way has settled."""
-        if self._completion.may_ask:
+        save = self._completion.pending
+        if save is not None and self._completion.may_ask:
             self._completion.ask(self._scheduler.take_losses())
+            self._persister.ask(save.iteration)
 
     def _learn(self) -> bool:
         """Takes what the last reduction said; whether no save is on its way any more."""
         save = self._completion.pending
         is_free = self._completion.learn()
+        self._persister.learn()
         self._scheduler.hear_losses(*self._completion.losses_s)
         if not is_free or save is None:
             return is_free
         if self._completion.latest == save.iteration:
             self._completed.append(save.iteration)
+            self._persister.take(save.iteration)
         if save.failures:
             self._counters.failed_saves += 1
             self._counters.last_failure = f"iteration {save.iteration}: {save.failures[0]}"
@@ -311,3 +321,10 @@ class ReplicatingSystem(CheckpointSystem):
         lost = [link.host for link in self._links if link.host not in holders]
         plan = self._scheduler.plan(iteration, None)
         self._completion.expect(self._executor.resend(iteration, plan, lost))
+
+
+def _complaint(counters: Counters, rank: int) -> str:
+    """What has failed so far, in words."""
+    if not counters.failed_saves:
+        return ""
+    return f"{counters.failed_saves} saves failed on rank {rank}, the last one: {counters.last_failure}"

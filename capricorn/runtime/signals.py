@@ -50,6 +50,7 @@ class IdleSignals:
         self._tokens: dict[tuple[int, int], bytes] = {}
         self._answers: deque[tuple[Seconds, Seconds, Seconds]] = deque(maxlen=REMEMBERED)
         """Each: how long it took, what it says is to be added here, and when it came."""
+        self._is_closed = False
         self._thread = threading.Thread(target=self._hear, name="capricorn-hear", daemon=True)
 
     @property
@@ -91,6 +92,7 @@ class IdleSignals:
 
     def close(self) -> None:
         """Ends the thread."""
+        self._is_closed = True
         # A datagram to ourselves, since closing does not wake a receiver.
         with contextlib.suppress(OSError):
             self._sock.sendto(b"", self.address)
@@ -120,7 +122,7 @@ class IdleSignals:
                 if self._sock.fileno() < 0:
                     return
                 continue  # a rank that is gone answered with a refusal
-            if not message and sender == self.address:
+            if self._is_closed:
                 return
             if len(message) == _MESSAGE.size:
                 self._take(message, sender)

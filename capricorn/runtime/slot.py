@@ -10,9 +10,10 @@ import errno
 import mmap
 import os
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, Self, TypeAlias
 
 import xxhash
 
@@ -25,6 +26,8 @@ _STATES = (EMPTY, WRITING, COMPLETE)
 _MAGIC, _VERSION = b"CAPRSLOT", 1
 _FIELDS = struct.Struct("<8sIIIIQQQQQ")
 _CHECKSUM = struct.Struct("<Q")
+Tap: TypeAlias = Callable[[str], None]
+"""Hears of each change right before it is made: `create`, `begin`, `block`, `commit`, `abort`, `manifest`."""
 _MADV_POPULATE_WRITE = 23  # not named by the mmap module of Python 3.11
 
 
@@ -99,10 +102,28 @@ def read_header(path: Path) -> Header | None:
         StoreError: the file cannot be read.
     """
     try:
-        with path.open("rb") as file:
+        # Neither through a link, nor waiting for the writer of a pipe: the folder may be anybody's.
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             return Header.unpack(file.read(PAGE))
     except OSError as error:
         raise StoreError(f"cannot read {path}: {error.strerror}") from None
+
+
+class _TappedTable:
+    """A table of checksums that tells of each block before its entry is written."""
+
+    def __init__(self, table: memoryview, tap: Tap) -> None:
+        self._table, self._tap, self.release = table, tap, table.release
+
+    def __getitem__(self, index: int) -> int:
+        return int(self._table[index])
+
+    def __setitem__(self, index: int, check: int) -> None:
+        self._tap("block")
+        self._table[index] = check
+
+    def __bytes__(self) -> bytes:
+        return bytes(self._table)
 
 
 class Slot:
@@ -113,23 +134,23 @@ class Slot:
         table: checksum of each block; the writer fills it before `commit`.
     """
 
-    def __init__(self, path: Path, owner: int, layout: Layout, *, create: bool = True) -> None:
+    def __init__(self, path: Path, owner: int, layout: Layout, *, create: bool = True, tap: Tap | None = None) -> None:
         """Maps the file, first making it and claiming all its memory if it is not there.
 
         Raises:
             StoreError: tmpfs is full, or the file belongs to a state of another layout.
         """
-        self.path, self.owner, self.layout = path, owner, layout
-        fresh = create and not path.exists()
+        self.path, self.owner, self.layout, self._tap = path, owner, layout, tap
         try:
-            fd = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if fresh else 0), 0o600)
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT if create else 0), 0o600)
         except OSError as error:
             raise StoreError(f"cannot open {path}: {error.strerror}") from None
         try:
+            fresh = os.fstat(fd).st_size != layout.file_bytes
+            if fresh and not (create and _is_cut(fd, layout)):
+                raise StoreError(f"{path} holds a state of another size; remove it with 'capricorn-bench clean'")
             if fresh:
                 _claim(fd, path, layout.file_bytes)
-            elif os.fstat(fd).st_size != layout.file_bytes:
-                raise StoreError(f"{path} holds a state of another size; remove it with 'capricorn-bench clean'")
             self._map = mmap.mmap(fd, layout.file_bytes)
         finally:
             os.close(fd)
@@ -137,9 +158,10 @@ class Slot:
             _prefault(self._map)
         view = memoryview(self._map)
         self.payload = view[layout.payload_offset : layout.payload_offset + layout.payload_bytes]
-        self.table = view[PAGE : PAGE + 8 * layout.num_blocks].cast("Q")
+        table = view[PAGE : PAGE + 8 * layout.num_blocks].cast("Q")
+        self.table = table if tap is None else _TappedTable(table, tap)
         if fresh:
-            self._write(Header(EMPTY, owner, 0, 0, layout))
+            self._write("create", Header(EMPTY, owner, 0, 0, layout))
 
     @property
     def header(self) -> Header | None:
@@ -166,18 +188,18 @@ class Slot:
 
     def begin(self, iteration: int, attempt: int) -> None:
         """Gives up what it held and makes ready to be written."""
-        self._write(Header(WRITING, self.owner, attempt, iteration, self.layout))
+        self._write("begin", Header(WRITING, self.owner, attempt, iteration, self.layout))
 
     def commit(self) -> None:
         """Declares what was written complete; the table must be filled."""
         header = self.header
         assert header is not None
         assert header.state == WRITING
-        self._write(replace(header, state=COMPLETE, table_checksum=checksum(bytes(self.table))))
+        self._write("commit", replace(header, state=COMPLETE, table_checksum=checksum(bytes(self.table))))
 
     def abort(self) -> None:
         """Declares it empty."""
-        self._write(Header(EMPTY, self.owner, 0, 0, self.layout))
+        self._write("abort", Header(EMPTY, self.owner, 0, 0, self.layout))
 
     def damaged_block(self) -> int | None:
         """Index of the first block that does not match its checksum (-1 for the table itself), None if all do."""
@@ -196,9 +218,18 @@ class Slot:
         except BufferError:
             return
 
-    def _write(self, header: Header) -> None:
+    def _write(self, call: str, header: Header) -> None:
+        if self._tap is not None:
+            self._tap(call)
         packed = header.pack()
         self._map[: len(packed)] = packed
+
+
+def _is_cut(fd: int, layout: Layout) -> bool:
+    """Whether a file that has not the size for that layout has nothing to lose: it is new, or was cut short."""
+    # Whoever is killed while it claims the memory, which takes a while, leaves an empty file.
+    header = Header.unpack(os.pread(fd, PAGE, 0))
+    return os.fstat(fd).st_size < layout.file_bytes and (header is None or header.layout == layout)
 
 
 def _claim(fd: int, path: Path, num_bytes: Bytes) -> None:

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any, Final, Self
 from pydantic import ValidationError
 
 from capricorn.errors import ConfigError, StoreError
-from capricorn.runtime.slot import COMPLETE, Layout, Slot, read_header
+from capricorn.runtime.slot import COMPLETE, Layout, Slot, Tap, read_header
 from capricorn.sizing import NUM_SLOTS
 from capricorn.system import Copy
 from capricorn.topology import Topology
@@ -45,17 +46,20 @@ class NodeFacts(Frozen):
 class NodeStore:
     """One node's copies; implements `MemoryStore`. Each owner's slots have one writer at a time."""
 
-    def __init__(self, folder: Path, facts: NodeFacts) -> None:
+    def __init__(self, folder: Path, facts: NodeFacts, tap: Tap | None = None) -> None:
+        """`tap` is called before each change of the hosted copies and their layouts."""
+        self._tap = tap
         self.folder, self.run_id, self.node = folder, facts.run_id, facts.node
         self.topology = Topology(facts.num_nodes, facts.ranks_per_node)
         self._slots: dict[int, list[Slot]] = {}
+        self._pinned: list[Slot] = []
 
     @classmethod
     def create(cls, folder: Path, run_id: str, node: int, topology: Topology) -> Self:
         """Makes the folder of an empty store, readable by its user alone.
 
         Raises:
-            StoreError: it cannot be made.
+            StoreError: it cannot be made, or it or the folder around it is not ours alone.
         """
         facts = NodeFacts(
             format=_FORMAT,
@@ -66,6 +70,8 @@ class NodeStore:
         )
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
+            for ours in (folder.parent, folder):
+                _refuse_foreign(ours)
             _write_text(folder / _NODE, facts.model_dump_json())
         except OSError as error:
             advice = "make room there, or set store.root"
@@ -73,7 +79,7 @@ class NodeStore:
         return cls(folder, facts)
 
     @classmethod
-    def open(cls, folder: Path) -> Self:
+    def open(cls, folder: Path, tap: Tap | None = None) -> Self:
         """The store in a folder that `create` made.
 
         Raises:
@@ -83,28 +89,32 @@ class NodeStore:
         if facts.get("format") != _FORMAT:
             raise StoreError(f"{folder} is a store of format {facts.get('format')!r}; this version reads {_FORMAT}")
         try:
-            return cls(folder, NodeFacts.model_validate(facts))
+            return cls(folder, NodeFacts.model_validate(facts), tap)
         except (ValidationError, ConfigError):
             raise StoreError(f"{folder / _NODE} is damaged: it does not describe a node") from None
 
-    def host(self, owner: int, layout: Layout) -> list[Slot]:
+    def host(self, owner: int, layout: Layout, num_slots: int = NUM_SLOTS) -> list[Slot]:
         """The slots for that owner, made if need be; what survives in them is kept.
+
+        One more than usual lets one of them be pinned.
 
         Raises:
             StoreError: there is no room, or they hold a state of another layout.
         """
         if owner not in self._slots:
-            paths = [self.folder / f"owner{owner}.slot{k}" for k in range(NUM_SLOTS)]
-            self._slots[owner] = [Slot(path, owner, layout) for path in paths]
+            paths = [self.folder / f"owner{owner}.slot{k}" for k in range(num_slots)]
+            self._slots[owner] = [Slot(path, owner, layout, tap=self._tap) for path in paths]
         return self._slots[owner]
 
     def begin(self, owner: int, iteration: int, keep: int, attempt: int = 0) -> Slot:
         """The slot to write that iteration into: never the one that holds `keep`, the newest complete on all ranks.
 
-        A damaged slot is taken first, then the oldest. Source: Gemini, SOSP'23, section 4 (two buffers a replica).
+        Nor one that is pinned. A damaged slot is taken first, then the oldest. Source: Gemini, SOSP'23, section 4 (two
+        buffers a replica).
         """
         kept = self.read(owner, keep) if keep else None
-        slot = min((slot for slot in self._slots[owner] if slot is not kept), key=_age)
+        free = (slot for slot in self._slots[owner] if slot is not kept and slot not in self._pinned)
+        slot = min(free, key=_age)
         slot.begin(iteration, attempt)
         return slot
 
@@ -117,6 +127,17 @@ class NodeStore:
     def read(self, owner: int, iteration: int) -> Slot | None:
         """The slot that is a complete copy of that iteration, by its header; None if there is none."""
         return next((slot for slot in self._slots.get(owner, []) if slot.holds(iteration)), None)
+
+    def pin(self, owner: int, iteration: int) -> Slot:
+        """The slot with the complete copy of that iteration, which stays as it is until `unpin` or the process ends."""
+        slot = self.read(owner, iteration)
+        assert slot is not None
+        self._pinned.append(slot)
+        return slot
+
+    def unpin(self, slot: Slot) -> None:
+        """Lets a pinned slot be used again."""
+        self._pinned.remove(slot)
 
     def iterations(self, owner: int) -> list[int]:
         """Iterations of which a hosted owner has a complete copy here, by their headers."""
@@ -131,9 +152,25 @@ class NodeStore:
                 if header is None or header.iteration > iteration:
                     slot.abort()
 
+    def manifest_path(self, owner: int) -> Path:
+        """Where the layout of that owner's state lies."""
+        return self.folder / f"owner{owner}.json"
+
     def write_manifest(self, owner: int, manifest: str) -> None:
-        """Keeps the layout of an owner's state beside its copies."""
-        _write_text(self.folder / f"owner{owner}.json", manifest)
+        """Keeps the layout of an owner's state beside its copies.
+
+        Raises:
+            StoreError: there is no room.
+        """
+        path = self.manifest_path(owner)
+        if path.exists() and path.read_text(encoding="utf-8", errors="replace") == manifest:
+            return  # after a restart, when there may be no room for it any more
+        if self._tap is not None:
+            self._tap("manifest")
+        try:
+            _write_text(path, manifest)
+        except OSError as error:
+            raise StoreError(f"cannot write {path}: {error.strerror}; make room there, or set store.root") from None
 
     def inventory(self) -> list[Copy]:
         """Every slot in the folder, from its header alone."""
@@ -215,7 +252,7 @@ class RunLock:
 
 def find_stores(root: Path) -> list[StoreFolder]:
     """The stores of all runs below a root, live or left over, sorted by name."""
-    named = [path for pattern in ("*", ".*") for path in root.glob(pattern) if path.is_dir()]
+    named = [path for pattern in ("*", ".*") for path in root.glob(pattern) if _is_folder(path)]
     # A name with a dot is that of a run which was killed before its folder was locked and renamed.
     return [_describe(path) for path in sorted(named) if path.name.removeprefix(".").startswith(RUN_PREFIX)]
 
@@ -261,6 +298,20 @@ def _is_locked(lock: Path) -> bool:
     return False
 
 
+def _is_folder(path: Path) -> bool:
+    """Not a link to one: what it leads to is not a store of ours to remove."""
+    return path.is_dir() and not path.is_symlink()
+
+
+def _refuse_foreign(folder: Path) -> None:
+    """Raises StoreError if somebody else prepared the folder, or could put files into it."""
+    facts = folder.lstat()
+    # In a sticky folder others may add files, but neither remove nor replace ours.
+    is_shared = facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not facts.st_mode & stat.S_ISVTX
+    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid() or is_shared:
+        raise StoreError(f"{folder} is a link, another user's, or others may write to it; remove it or set store.root")
+
+
 def _write_text(path: Path, text: str) -> None:
     # Under a name of its own, since the ranks of a node may do this at once; readable by its user alone.
     fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=".")
@@ -274,7 +325,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise StoreError(f"{path.parent} is not a memory store: cannot read {path.name}: {error.strerror}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise StoreError(f"{path} is damaged: it is not JSON") from None
     if not isinstance(data, dict):
         raise StoreError(f"{path} is damaged: it is not a table")

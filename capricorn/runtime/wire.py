@@ -6,8 +6,10 @@ Nothing is unpickled and no size is believed before it is checked. Knows sockets
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import struct
+import time
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
@@ -80,15 +82,28 @@ def set_deadline(sock: socket.socket, timeout_s: Seconds) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
 
 
-def receive(sock: socket.socket, num_bytes: int) -> bytes:
+def receive(sock: socket.socket, num_bytes: int, *, until_s: Seconds = math.inf) -> bytes:
     """Exactly that many bytes.
 
     Raises:
         TransportError: the connection ended or the deadline passed first.
     """
     data = bytearray(num_bytes)
-    receive_into(sock, memoryview(data))
+    receive_into(sock, memoryview(data), until_s=until_s)
     return bytes(data)
+
+
+def receive_text(sock: socket.socket, num_bytes: int) -> str:
+    """That many bytes of UTF-8; takes no more memory than what has come, whatever size was claimed.
+
+    Raises:
+        TransportError: it is no such text, the connection ended or the deadline passed first.
+    """
+    sizes = (min(PIECE_BYTES, num_bytes - start) for start in range(0, num_bytes, PIECE_BYTES))
+    try:
+        return b"".join([receive(sock, size) for size in sizes]).decode()
+    except UnicodeDecodeError:
+        raise TransportError(f"{num_bytes} bytes that are no text arrived; the connection is given up") from None
 
 
 def receive_block(sock: socket.socket, place: memoryview) -> int:
@@ -105,8 +120,11 @@ def receive_block(sock: socket.socket, place: memoryview) -> int:
     return hasher.intdigest()
 
 
-def receive_into(sock: socket.socket, place: memoryview) -> None:
+def receive_into(sock: socket.socket, place: memoryview, *, until_s: Seconds = math.inf) -> None:
     """Fills `place`, in as few system calls as the kernel allows.
+
+    The deadline of the socket is that of each call, so who sends a byte now and then never misses it; `until_s`, by
+    `time.monotonic`, bounds the whole.
 
     Raises:
         TransportError: the connection ended or the deadline passed first.
@@ -122,6 +140,8 @@ def receive_into(sock: socket.socket, place: memoryview) -> None:
         if count == 0:
             raise TransportError("the connection was closed")
         filled += count
+        if filled < len(place) and time.monotonic() > until_s:
+            raise TransportError("not all data came before the deadline")
 
 
 def send(sock: socket.socket, *parts: bytes | memoryview) -> None:
@@ -141,8 +161,13 @@ def send(sock: socket.socket, *parts: bytes | memoryview) -> None:
         raise TransportError(f"the connection broke: {error.strerror}") from None
 
 
-def shut(sock: socket.socket) -> None:
-    """Closes a socket and wakes a thread that is blocked in a call on it, which close alone does not."""
+def wake(sock: socket.socket) -> None:
+    """Ends a connection, or listening, so that a thread that is blocked in a call on it goes on; it is to close it."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
+
+
+def shut(sock: socket.socket) -> None:
+    """Closes a socket and wakes a thread that is blocked in a call on it, which close alone does not."""
+    wake(sock)
     sock.close()

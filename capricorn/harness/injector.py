@@ -1,32 +1,20 @@
-"""Injected failures: an observer that kills its own process, all workers, or its whole node at a named moment.
+"""Injected failures: an observer of the trainer that lets each strike once in a run, however often it starts again.
 
-Each fault strikes once in a run, also across restarts.
+Knows when and who acts; what a failure does is told in `strikes`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import shutil
-import signal
 import time
-from collections.abc import Sequence
-from pathlib import Path
-
-import psutil
+from collections.abc import Callable, Mapping, Sequence
 
 from capricorn.faults import FaultSpec
-from capricorn.harness.job import FAULTS, WORKERS, Job
+from capricorn.harness.job import FAULTS, Job
+from capricorn.harness.strikes import Scene, strike
 from capricorn.hooks import OpKey, TrainerHook, matches_op
 from capricorn.records import EVENTS, EventSample, append
+from capricorn.system import PacedRoute
 from capricorn.topology import Topology
-
-
-def register_worker(run_dir: Path, rank: int) -> None:
-    """Notes this process as the one that runs `rank`, for faults that strike other workers."""
-    folder = run_dir / WORKERS
-    folder.mkdir(exist_ok=True)
-    (folder / str(rank)).write_text(f"{os.getpid()} {psutil.Process().create_time()}")
 
 
 class FaultInjector(TrainerHook):
@@ -34,10 +22,23 @@ class FaultInjector(TrainerHook):
 
     def __init__(self, job: Job, rank: int, attempt: int) -> None:
         self._job, self._rank, self._attempt = job, rank, attempt
-        topology = job.scenario.topology
+        self._scene = Scene(job, rank)
         numbered = enumerate(job.scenario.faults)
-        self._faults = [(index, fault) for index, fault in numbered if actor_of(fault, topology) == rank]
+        self._faults = [(index, fault) for index, fault in numbered if actor_of(fault, job.scenario.topology) == rank]
         self._iteration = 0
+
+    @property
+    def store_tap(self) -> Callable[[str], None] | None:
+        """What has to hear of each change of the memory store; None if nothing needs to."""
+        return self._scene.countdown.tap if self._has("torn-commit") else None
+
+    def routes(self, routes: Mapping[int, PacedRoute]) -> Mapping[int, PacedRoute]:
+        """The ways to the peers, or others in front of them on which a failure may damage what is sent."""
+        if not self._has("corrupt", where="wire"):
+            return routes
+        topology = self._job.scenario.topology
+        own = topology.node_of(self._rank)
+        return self._scene.wire.routes(routes, [r for r in range(topology.world_size) if topology.node_of(r) != own])
 
     def on_iteration_begin(self, iteration: int) -> None:
         self._iteration = iteration
@@ -61,6 +62,9 @@ class FaultInjector(TrainerHook):
     def on_op_end(self, op: OpKey) -> None:
         self._at_op(op, "end")
 
+    def _has(self, kind: str, where: str = "") -> bool:
+        return any(fault.kind == kind and fault.where == where for _, fault in self._faults)
+
     def _at(self, moment: str) -> None:
         for index, fault in self._faults:
             if fault.iteration == self._iteration and fault.op == moment:
@@ -72,12 +76,27 @@ class FaultInjector(TrainerHook):
                 self._strike(index, fault)
 
     def _strike(self, index: int, fault: FaultSpec) -> None:
+        if not self._claim(index):
+            return  # it struck in an earlier attempt
+        # Nodes that are lost at the same moment are lost together: whoever comes first takes the others along.
+        others = [each for number, each in enumerate(self._job.scenario.faults) if _is_lost_with(each, fault)
+                  and number != index and self._claim(number)]  # fmt: skip
+        for each in (*others, fault):
+            self._tell(each)
+        for each in (*others, fault):
+            strike(each, self._scene)
+
+    def _claim(self, index: int) -> bool:
+        """Whether nobody has let that failure strike before."""
         folder = self._job.run_dir / FAULTS
         folder.mkdir(exist_ok=True)
         try:
             (folder / str(index)).touch(exist_ok=False)
         except FileExistsError:
-            return  # it struck in an earlier attempt
+            return False
+        return True
+
+    def _tell(self, fault: FaultSpec) -> None:
         event = EventSample(
             event="fault",
             at_s=time.time(),
@@ -87,25 +106,6 @@ class FaultInjector(TrainerHook):
             detail=str(fault),
         )
         append(self._job.run_dir / EVENTS, event)
-        if fault.kind == "kill-all":
-            self._kill_workers()
-        if fault.kind == "node-loss":
-            self._lose_node()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def _kill_workers(self) -> None:
-        for file in (self._job.run_dir / WORKERS).iterdir():
-            pid, created_s = file.read_text().split()
-            # A process id may have been given to somebody else since.
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process = psutil.Process(int(pid))
-                if process.pid != os.getpid() and process.create_time() == float(created_s):
-                    process.kill()
-
-    def _lose_node(self) -> None:
-        # Memory goes with the node. The agent's death takes its workers along, this one included.
-        shutil.rmtree(self._job.node_dir(self._job.scenario.topology.node_of(self._rank)), ignore_errors=True)
-        os.kill(os.getppid(), signal.SIGKILL)
 
 
 def actor_of(fault: FaultSpec, topology: Topology) -> int:
@@ -113,3 +113,7 @@ def actor_of(fault: FaultSpec, topology: Topology) -> int:
     if fault.node is not None:
         return topology.ranks_of(fault.node)[0]
     return fault.rank or 0
+
+
+def _is_lost_with(one: FaultSpec, other: FaultSpec) -> bool:
+    return one.kind == other.kind == "node-loss" and (one.iteration, one.op) == (other.iteration, other.op)

@@ -1,0 +1,58 @@
+"""Fills a small file system up, and empties it again. Never one that is not small: it may be the machine's own."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Final
+
+from capricorn.errors import ConfigError
+from capricorn.units import GIB, MIB, format_bytes
+
+BALLAST: Final = "ballast"
+MAX_BYTES: Final = GIB
+"""A file system of this size or more is not filled."""
+
+
+def why_not_fill(folder: Path) -> str:
+    """Why the file system of that folder, or of the nearest one above it that exists, may not be filled; else empty."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    stat = os.statvfs(there)
+    size = stat.f_blocks * stat.f_frsize
+    if size < MAX_BYTES:
+        return ""
+    return (
+        f"the file system of {there} has {format_bytes(size)}, and none of that size is filled; "
+        "mount a small tmpfs and put it there"
+    )
+
+
+def fill(folder: Path) -> None:
+    """Leaves no room in the file system of that folder.
+
+    Raises:
+        ConfigError: it is too large for that.
+    """
+    if reason := why_not_fill(folder):
+        raise ConfigError(reason)
+    path, size = folder / BALLAST, 0
+    with path.open("ab") as file:
+        for step in (MIB, 4096):
+            while _claim(file.fileno(), size, step):
+                size += step
+
+
+def empty(folder: Path) -> None:
+    """Takes the ballast out again."""
+    (folder / BALLAST).unlink(missing_ok=True)
+
+
+def _claim(fd: int, offset: int, num_bytes: int) -> bool:
+    try:
+        os.posix_fallocate(fd, offset, num_bytes)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        return False
+    return True

@@ -1,0 +1,95 @@
+"""A memory cgroup of one's own, of version 1 or 2, in which the kernel kills who takes too much.
+
+Must hold no process but the one that joined it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from capricorn.errors import ConfigError
+from capricorn.units import MIB
+
+_ROOT: Final = Path("/sys/fs/cgroup")
+_ROOM_BYTES: Final = 16 * MIB
+"""What a process may still take after it has joined."""
+_CHUNK_BYTES: Final = MIB
+
+
+class _Version(NamedTuple):
+    """Where groups are made, and the files by which the kernel speaks of their memory."""
+
+    parent: Path
+    limit: str
+    usage: str
+
+
+def why_not() -> str:
+    """Why no group can be made here; empty if one can. Makes one and removes it."""
+    try:
+        make(f"capricorn-probe-{os.getpid()}").rmdir()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def make(name: str) -> Path:
+    """The folder of a new group.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    for version in _versions():
+        folder = version.parent / name
+        with contextlib.suppress(OSError):
+            folder.mkdir()
+            if os.access(folder / version.limit, os.W_OK):
+                return folder
+            folder.rmdir()
+    raise ConfigError(f"no memory cgroup can be made below {_ROOT}; run as root where it is mounted for writing")
+
+
+def exhaust(folder: Path) -> None:
+    """Moves this process into the group and takes memory until the kernel kills it.
+
+    Raises:
+        ConfigError: the kernel did not.
+    """
+    version = next(each for each in _versions() if (folder / each.limit).exists())
+    (folder / "cgroup.procs").write_text(str(os.getpid()))
+    limit = int((folder / version.usage).read_text()) + _ROOM_BYTES
+    (folder / version.limit).write_text(str(limit))
+    taken = [b"\1" * _CHUNK_BYTES for _ in range(8 * _ROOM_BYTES // _CHUNK_BYTES)]
+    raise ConfigError(
+        f"{len(taken) * _CHUNK_BYTES} bytes were taken in {folder}, whose limit is {limit}, and nothing happened"
+    )
+
+
+def remove(name: str) -> None:
+    """Removes the group, wherever it was made; its process has ended."""
+    for version in _versions():
+        with contextlib.suppress(OSError):
+            (version.parent / name).rmdir()
+
+
+def _versions() -> list[_Version]:
+    """Below our own group where that is shown, else at the top."""
+    own = {line.split(":")[1]: line.split(":", 2)[2].strip().lstrip("/") for line in _lines(Path("/proc/self/cgroup"))}
+    v1, v2 = _ROOT / "memory", _ROOT
+    return [
+        *(
+            _Version(v1 / path, "memory.limit_in_bytes", "memory.usage_in_bytes")
+            for path in (own.get("memory", ""), "")
+        ),
+        *(_Version(v2 / path, "memory.max", "memory.current") for path in (own.get("", ""), "")),
+    ]
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,147 @@
+"""Undoes injected failures: after the time each lasts, when a node is replaced, or at the end of the run.
+
+In the launcher, so that it also happens when the rank that struck is dead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+import psutil
+
+from capricorn.emulation.ground import PACED, Ground
+from capricorn.emulation.link import Link
+from capricorn.emulation.reshape import reshape
+from capricorn.emulation.shaping import INTERFACE, mending, slowing
+from capricorn.faults import FaultSpec
+from capricorn.harness import ballast, cgroup
+from capricorn.harness.job import Job
+from capricorn.harness.registered import ProcessName, registered
+from capricorn.harness.strikes import STRANGERS, cgroup_name, slow_tier
+from capricorn.records import EventSample
+from capricorn.units import Seconds
+
+STRANGER_TIMEOUT_S: Final[Seconds] = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Site:
+    """Where failures are undone."""
+
+    job: Job
+    ground: Ground
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A failure that struck and is to be undone."""
+
+    fault: FaultSpec
+    due_s: Seconds
+    """By the monotonic clock."""
+
+
+class Repairs:
+    """What struck and is not undone yet; called by the launcher's loop."""
+
+    def __init__(self, job: Job, ground: Ground) -> None:
+        self._site = _Site(job, ground)
+        self._pending: list[_Pending] = []
+
+    def on_event(self, event: EventSample) -> None:
+        """Notes a failure that strikes now, if it can be undone."""
+        if event.event == "fault" and (fault := FaultSpec.parse(event.detail)).kind in _REPAIRS:
+            self._pending.append(_Pending(fault, time.monotonic() + (fault.seconds or math.inf)))
+
+    def tick(self) -> None:
+        """Undoes what has lasted long enough."""
+        self._undo(lambda each: each.due_s <= time.monotonic())
+
+    def node_replaced(self, node: int) -> None:
+        """A new machine has a good link."""
+        self._undo(lambda each: each.fault.node == node)
+
+    def close(self) -> None:
+        """Undoes what would outlive the run; its processes have ended."""
+        self._undo(lambda each: each.fault.kind in _OUTLIVING)
+
+    def _undo(self, is_over: Callable[[_Pending], bool]) -> None:
+        over = [each for each in self._pending if is_over(each)]
+        self._pending = [each for each in self._pending if each not in over]
+        for each in over:
+            _REPAIRS[each.fault.kind](each.fault, self._site)
+
+
+def _go_on(fault: FaultSpec, site: _Site) -> None:
+    assert fault.rank is not None
+    names = registered(site.job.run_dir, fault.rank)
+    if names is not None:
+        names.worker.send(signal.SIGCONT)
+
+
+def _speed_up(fault: FaultSpec, site: _Site) -> None:
+    cluster = site.job.scenario.cluster
+    assert fault.node is not None
+    if cluster.links == PACED:
+        _with_link(fault.node, site, lambda link: link.slow_down(1.0))
+    else:
+        reshape(site.ground.enter_node(fault.node), slowing(INTERFACE, cluster.rate, qos=cluster.qos))
+
+
+def _join_again(fault: FaultSpec, site: _Site) -> None:
+    cluster = site.job.scenario.cluster
+    assert fault.node is not None
+    if cluster.links == PACED:
+        _with_link(fault.node, site, lambda link: link.hold(0.0))
+    else:
+        reshape(site.ground.enter_node(fault.node), mending(INTERFACE, cluster.rate, qos=cluster.qos))
+
+
+def _with_link(node: int, site: _Site, act: Callable[[Link], None]) -> None:
+    assert site.job.links_dir is not None
+    with contextlib.closing(Link(site.job.links_dir / f"out{node}")) as link:
+        act(link)
+
+
+def _make_room_in_memory(fault: FaultSpec, site: _Site) -> None:
+    ballast.empty(site.job.store_dir)
+
+
+def _make_room_on_disk(fault: FaultSpec, site: _Site) -> None:
+    ballast.empty(slow_tier(site.job)[0])
+
+
+def _speed_up_disk(fault: FaultSpec, site: _Site) -> None:
+    assert site.job.storage_dir is not None
+    for path in site.job.storage_dir.iterdir():
+        with contextlib.closing(Link(path)) as clock:
+            clock.slow_down(1.0)
+
+
+def _end_strangers(fault: FaultSpec, site: _Site) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        for line in (site.job.run_dir / STRANGERS).read_text().splitlines():
+            pid, created_s = line.split()
+            if (stranger := ProcessName(int(pid), float(created_s)).find()) is not None:
+                stranger.kill()
+                with contextlib.suppress(psutil.TimeoutExpired):
+                    stranger.wait(STRANGER_TIMEOUT_S)
+
+
+def _remove_cgroup(fault: FaultSpec, site: _Site) -> None:
+    assert fault.rank is not None
+    cgroup.remove(cgroup_name(site.job, fault.rank))
+
+
+_REPAIRS: Final[Mapping[str, Callable[[FaultSpec, _Site], None]]] = MappingProxyType({
+    "stop": _go_on, "slow-link": _speed_up, "partition": _join_again, "tmpfs-full": _make_room_in_memory,
+    "disk-full": _make_room_on_disk, "disk-slow": _speed_up_disk, "port-taken": _end_strangers, "oom": _remove_cgroup,
+})  # fmt: skip
+_OUTLIVING: Final = frozenset({"tmpfs-full", "disk-full", "port-taken", "oom"})

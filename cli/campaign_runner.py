@@ -1,0 +1,142 @@
+"""Carries out what a campaign still misses, one run after the other, and writes down each verdict at once."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from capricorn.campaign import GIVEN, CampaignRecord, Case, GroundName, Undisturbed, counts, write_campaign
+from capricorn.config import Scenario
+from capricorn.errors import CapricornError
+from capricorn.harness.interrupts import Interrupts
+from capricorn.report.verdicts import outcome_line, remark_of
+from capricorn.resolve import override
+from capricorn.sizing import FILE_SYSTEMS
+from capricorn.units import Seconds
+from capricorn.verdict import Outcome, difference, judge, reference_of
+
+from .campaign_ground import needed_bytes, small_file_system
+from .campaign_run import Workplace
+
+WHERE = {GIVEN: "", "links": " over links", "paced": ", paced"}
+"""By ground, how it is told."""
+PATIENCE_S, PATIENCE = 60.0, 10.0
+"""A run hangs once it takes longer than this, plus so many times what an undisturbed one took."""
+
+
+class CampaignRunner:
+    """Carries out one record; folders of runs lie beside its own."""
+
+    def __init__(
+        self, folder: Path, record: CampaignRecord, number: int | None = None, *, quiet: bool, verbose: bool
+    ) -> None:
+        """With a number only of that failure the cases that are missing."""
+        self._folder, self.record, self._number = folder, record, number
+        self._place = Workplace(folder.parent, quiet=quiet, verbose=verbose)
+        self._took_s: list[Seconds] = []
+        self._small: Path | None = None
+
+    def run(self) -> None:
+        """Makes all runs that are missing; one that fails is written down, and the others go on.
+
+        Raises:
+            CapricornError: no run shows what is without a failure, or the record cannot be written.
+            KeyboardInterrupt: it was interrupted; what was finished is written down.
+        """
+        with Interrupts() as interrupts, self._place:
+            asked = [case for case in self.record.cases if self._number in (None, case.number)]
+            left = [case for case in asked if case.judgement is None]
+            for ground, system in self._missing_undisturbed(left):
+                interrupts.check()
+                self._run_undisturbed(ground, system)
+            for case in left:
+                interrupts.check()
+                self._run_case(case)
+
+    # --- without a failure ---------------------------------------------------------------------------------------
+
+    def _missing_undisturbed(self, left: Sequence[Case]) -> list[tuple[GroundName, str]]:
+        done = {(run.ground, run.system) for run in self.record.undisturbed}
+        needed = dict.fromkeys((case.ground, case.system) for case in left)
+        return sorted((each for each in needed if each not in done), key=lambda each: each[0] != GIVEN)
+
+    def _run_undisturbed(self, ground: GroundName, system: str) -> None:
+        scenario = self.record.undisturbed_scenario(ground, system)
+        what = f"{system} without a failure{WHERE[ground]}"
+        run_dir, outcome = self._place.run(scenario, lambda: what)
+        run = Undisturbed(ground=ground, system=system, **self._shown(ground, scenario, outcome))
+        self._write(self.record.with_undisturbed(run))
+        self._drop(run_dir, is_fine=not run.difference)
+        self._place.say(f"{what}: {run.difference or 'ok'}", is_news=bool(run.difference))
+
+    def _shown(self, ground: GroundName, scenario: Scenario, outcome: Outcome) -> dict[str, Any]:
+        """What that run showed, and in what it differs from the one that is known."""
+        try:
+            reference = reference_of(outcome, scenario)
+        except CapricornError as error:
+            return {"reference": None, "difference": str(error)}
+        known = self.record.reference_of(ground)
+        return {"reference": reference, "difference": difference(reference, known) if known is not None else ""}
+
+    # --- with one ------------------------------------------------------------------------------------------------
+
+    def _run_case(self, case: Case) -> None:
+        reference = self.record.reference_of(case.ground)
+        if reference is None:
+            raise CapricornError(f"no run without a failure came to its end: {self.record.undisturbed[-1].difference}")
+        scenario = self._placed(case, self.record.scenario_of(case))
+        limit_s = PATIENCE_S + PATIENCE * reference.wall_s
+        run_dir, outcome = self._place.run(scenario, lambda: self._heading(case), limit_s)
+        judged = case.model_copy(update={"judgement": judge(case.fault, scenario, outcome, reference)})
+        self._took_s.append(outcome.wall_s)
+        self._write(self.record.with_case(judged))
+        self._drop(run_dir, is_fine=not remark_of(judged))
+        self._drop(Path(scenario.persist.dir) if scenario.persist.dir else None, is_fine=not remark_of(judged))
+        self._place.say(f"{self._place_of(case)}: {outcome_line(judged)}", is_news=bool(remark_of(judged)))
+
+    def _placed(self, case: Case, scenario: Scenario) -> Scenario:
+        """The scenario with what it stores where it has to be: on a small file system, or apart from other cases."""
+        if case.mount == "store" or (case.mount and scenario.system.name in FILE_SYSTEMS):
+            return override(scenario, [f"store.root={self._small_file_system()}"])
+        parent = self._small_file_system() if case.mount else Path(scenario.persist.dir)
+        if not (case.mount or scenario.persist.dir):
+            return scenario
+        folder = parent / self.record.campaign_id
+        shutil.rmtree(folder, ignore_errors=True)  # or the case would go on from where another one ended
+        return override(scenario, [f"persist.dir={folder}"])
+
+    def _small_file_system(self) -> Path:
+        """One for all cases, empty."""
+        if self._small is None:
+            scenarios = (self.record.undisturbed_scenario(GIVEN, each.label) for each in self.record.variants)
+            self._small = self._place.enter(small_file_system(max(map(needed_bytes, scenarios))))
+        for rest in self._small.iterdir():
+            shutil.rmtree(rest, ignore_errors=True)
+        return self._small
+
+    # --- both ----------------------------------------------------------------------------------------------------
+
+    def _write(self, record: CampaignRecord) -> None:
+        self.record = record
+        write_campaign(self._folder, record)
+
+    def _drop(self, run_dir: Path | None, *, is_fine: bool) -> None:
+        """Removes the folder of a run of which nothing more is to be seen."""
+        if run_dir is not None and is_fine and not self.record.keep_runs:
+            shutil.rmtree(run_dir, ignore_errors=True)
+
+    def _place_of(self, case: Case) -> str:
+        number = next(at for at, each in enumerate(self.record.cases, 1) if each.key == case.key)
+        return f"case {number} of {len(self.record.cases)}"
+
+    def _heading(self, case: Case) -> str:
+        so_far = ", ".join(f"{count} {verdict}" for verdict, count in counts(self.record.cases).items())
+        parts = [f"{self._place_of(case)}: {case.system}, {case.fault}", so_far, self._left()]
+        return "; ".join(filter(None, parts))
+
+    def _left(self) -> str:
+        num_left = sum(case.judgement is None for case in self.record.cases)
+        return f"about {max(1, round(fmean(self._took_s) * num_left / 60))} min left" if self._took_s else ""

@@ -1,0 +1,201 @@
+"""`capricorn-bench faults`: a campaign of injected failures, each with a verdict, and what failures cost."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import rich_click as click
+
+from capricorn.campaign import GIVEN, CampaignRecord, counts, read_campaign, succeeded, write_campaign
+from capricorn.comparison import alone_in
+from capricorn.errors import ConfigError
+from capricorn.faults import FaultSpec
+
+from .campaign_plan import planned
+from .experiment import refuse_given
+from .options import output_options, unresolved_options
+from .output import PROGRAM, console, print_json
+from .run import make_folder
+
+DEFAULTS = {"model": "mixtral-tiny", "iterations": 12, "warmup": 0}
+DEFAULT_SYSTEMS, DEFAULT_COUNT = "capricorn", 16
+REPORT = "report.md"
+OUTPUT = {"as_json", "quiet", "verbose"}
+_TIME_UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+
+
+def _listed(context: click.Context, parameter: click.Parameter, values: Sequence[str]) -> tuple[str, ...]:
+    """The words of all values, each a list with commas."""
+    return tuple(word.strip() for value in values for word in value.split(",") if word.strip())
+
+
+def _duration(context: click.Context, parameter: click.Parameter, text: str | None) -> float | None:
+    """Seconds written as `30s`, `5min` or `1h`.
+
+    Raises:
+        ConfigError: it is no such time, or none at all.
+    """
+    if text is None:
+        return None
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|min|h)\s*", text)
+    seconds = float(match[1]) * _TIME_UNITS[match[2]] if match else 0.0
+    if seconds <= 0:
+        raise ConfigError(f"--mtbf {text!r} is no time; write it as in 30s, 5min or 1h")
+    return seconds
+
+
+@click.command(context_settings={"default_map": DEFAULTS})
+@click.option("--systems", multiple=True, callback=_listed, default=[DEFAULT_SYSTEMS], metavar="A,B:KEY=VALUE,...",
+              show_default=DEFAULT_SYSTEMS, help="what is struck, each with settings of its own; see `list systems`")
+@click.option("--kinds", multiple=True, callback=_listed, metavar="K,K",
+              help="of the failures that are drawn, see `list faults`  [default: all that apply]")
+@click.option("--count", type=click.IntRange(min=1), default=DEFAULT_COUNT, show_default=True,
+              help="failures to draw from --seed, where no --fault is given")
+@click.option("--mtbf", callback=_duration, metavar="TIME",
+              help="instead: failures at random times with this mean between them, as in 30s, and what they cost")
+@click.option("--node-loss-frac", type=click.FloatRange(0, 1), default=0.1, show_default=True,
+              help="of these failures, the part that takes the memory of a node along")
+@click.option("--keep-runs", is_flag=True, help="keep the folders of runs that passed, too")
+@click.option("--resume", type=click.Path(path_type=Path), metavar="FOLDER",
+              help="make the runs that are missing in it")
+@click.option("--repro", is_flag=True, help="print the command that repeats each case, and start nothing")
+@click.option("--case", "number", type=click.IntRange(min=0), metavar="N",
+              help="only the failure of that number, from 0")
+@unresolved_options
+@output_options
+def faults(
+    resume: Path | None, repro: bool, number: int | None, out: Path, as_json: bool, quiet: bool, verbose: bool, **_: Any
+) -> int:  # fmt: skip
+    """Strike systems with failures: does training go on exactly as if nothing had happened, and what is lost?
+
+    Each --fault is a case of its own; without any, --count of them are drawn. A case is one run of one system, judged
+    by a run without failures. Exits with 1 unless Capricorn passes wherever a copy survives.
+    """
+    context = click.get_current_context()
+    assert context is not None
+    if resume is not None:
+        allowed = {"resume", "repro", "number"} | OUTPUT
+        refuse_given(context, allowed, f"contradicts --resume: all settings are those of {resume}")
+        record = read_campaign(resume)
+    else:
+        record = planned(context)
+    if number is not None:
+        _check_number(record, number)
+    if repro:
+        return _print_repros(record, number, as_json)
+    folder = _new_folder(out, record) if resume is None else resume.resolve()
+    return _carry_out(folder, number, as_json=as_json, quiet=quiet, verbose=verbose)
+
+
+def _check_number(record: CampaignRecord, number: int) -> None:
+    numbers = sorted({case.number for case in record.cases})
+    if number not in numbers:
+        known = f"they go from 0 to {numbers[-1]}" if numbers else "the campaign has no cases"
+        raise ConfigError(f"--case {number}: there is none; {known}")
+
+
+def _print_repros(record: CampaignRecord, number: int | None, as_json: bool) -> int:
+    lines = [case.repro for case in record.cases if number in (None, case.number)]
+    if as_json:
+        print_json({"repros": lines})
+        return 0
+    for line in dict.fromkeys(lines):  # one that is repeated has the same
+        click.echo(line)
+    return 0
+
+
+# --- carrying it out ---------------------------------------------------------------------------------------------
+
+
+def _new_folder(out: Path, record: CampaignRecord) -> Path:
+    make_folder(out)
+    folder = (out / record.campaign_id).resolve()
+    write_campaign(folder, record)
+    return folder
+
+
+def _carry_out(folder: Path, number: int | None, *, as_json: bool, quiet: bool, verbose: bool) -> int:
+    """Makes the runs that are missing in the folder, and shows what the campaign then comes to."""
+    from .campaign_ground import remove_leftovers
+
+    remove_leftovers()
+    with alone_in(folder):
+        record = read_campaign(folder)
+        _require(record)
+        runner = _runner(folder, record, number, quiet=quiet or as_json, verbose=verbose)
+        try:
+            runner.run()
+        finally:
+            # Also after Ctrl-C or a failure: what was found out is worth showing.
+            _show(folder, runner.record, as_json=as_json, quiet=quiet)
+    return 0 if succeeded(runner.record) else 1
+
+
+def _require(record: CampaignRecord) -> None:
+    """Raises ConfigError if this machine cannot run one of the systems."""
+    from capricorn.harness.machine import require
+
+    for variant in record.variants:
+        require(record.undisturbed_scenario(GIVEN, variant.label))
+
+
+def _runner(folder: Path, record: CampaignRecord, number: int | None, *, quiet: bool, verbose: bool) -> Any:
+    from .campaign_economics import EconomicsRunner
+    from .campaign_runner import CampaignRunner
+
+    if record.economics is not None:
+        return EconomicsRunner(folder, record, quiet=quiet, verbose=verbose)
+    return CampaignRunner(folder, record, number, quiet=quiet, verbose=verbose)
+
+
+def _show(folder: Path, record: CampaignRecord, *, as_json: bool, quiet: bool) -> None:
+    """Writes the report and prints what it says."""
+    from capricorn.report.economics import economics_markdown, economics_table
+    from capricorn.report.verdicts import campaign_markdown, campaign_tables, case_lines
+
+    economics = record.economics
+    text = campaign_markdown(record) if economics is None else economics_markdown(economics)
+    (folder / REPORT).write_text(text, encoding="utf-8")
+    if as_json:
+        print_json(campaign_json(record))
+        return
+    is_explained = not quiet
+    table = campaign_tables(record, caption=is_explained) if economics is None else (
+        economics_table(economics, caption=is_explained)
+    )  # fmt: skip
+    console().print(table)
+    for line in case_lines(record):
+        console().print(line, soft_wrap=True)
+    more = f"go on with: {PROGRAM} faults --resume {shlex.quote(str(folder))}"
+    console().print(str(folder) if is_whole(record) else more, soft_wrap=True, markup=False)
+
+
+def is_whole(record: CampaignRecord) -> bool:
+    """Whether nothing of it is left to be run."""
+    if record.economics is not None:
+        return len(record.economics.rows) == len(record.variants)
+    return all(case.judgement is not None for case in record.cases)
+
+
+def campaign_json(record: CampaignRecord) -> dict[str, Any]:
+    """What --json prints."""
+    economics = record.economics
+    return {
+        "campaign_id": record.campaign_id,
+        "counts": counts(record.cases),
+        "cases": [_case_json(case.model_dump(mode="json")) for case in record.cases],
+        "not_run": [each.model_dump(mode="json") for each in record.not_run],
+        "undisturbed": [
+            {"system": run.system, "ground": run.ground, "difference": run.difference} for run in record.undisturbed
+        ],
+        "economics": None if economics is None else economics.model_dump(mode="json"),
+    }
+
+
+def _case_json(case: dict[str, Any]) -> dict[str, Any]:
+    judgement = case.pop("judgement") or {"verdict": None, "lost_iterations": None, "recovery_s": None}
+    return case | {"fault": str(FaultSpec.model_validate(case["fault"]))} | judgement
