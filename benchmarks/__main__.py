@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from benchmarks import checksums, hiding, hooks, links, planning, slowdown, staging, transport
+from benchmarks import checksums, hiding, hooks, links, planning, restart, slowdown, staging, transport
 
 BENCHMARKS: dict[str, Callable[[], None]] = {
     "staging": staging.main,
@@ -16,6 +16,7 @@ BENCHMARKS: dict[str, Callable[[], None]] = {
     "hiding": hiding.main,
     "planning": planning.main,
     "slowdown": slowdown.main,
+    "restart": restart.main,
 }
 
 

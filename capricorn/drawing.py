@@ -13,6 +13,7 @@ from capricorn.faults import KINDS, FaultSpec
 from capricorn.hooks import MOMENTS
 from capricorn.units import Seconds
 from capricorn.values import build
+from capricorn.verdict import DISK
 
 LASTS: Final[Mapping[str, tuple[Seconds, ...]]] = MappingProxyType({
     "stop": (0.0, 1.0), "slow-link": (1.0, 2.0), "partition": (1.0, 2.0), "disk-full": (0.0, 1.0),
@@ -23,7 +24,6 @@ SLOW_TIER: Final = frozenset({"group-loss", "disk-full", "disk-slow"})
 """Kinds that strike the slow tier, or leave nothing else."""
 MAX_CALL = 12
 """Of the store: about as many as an iteration of a small model makes."""
-DISK: Final = "disk"
 LATE = 8
 """Tenths of the iterations after which the slow tier is struck, so that there is something on it."""
 FIRST, MARGIN = 2, 2

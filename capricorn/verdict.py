@@ -23,6 +23,8 @@ Verdict: TypeAlias = Literal["PASS", "LOST_WORK", "SILENT_DIVERGENCE", "HARD_FAI
 VERDICTS: Final[tuple[Verdict, ...]] = ("PASS", "LOST_WORK", "SILENT_DIVERGENCE", "HARD_FAIL", "NOT_STRUCK")
 PHASES: Final = ("detect_s", "restart_s", "agree_s", "fetch_s", "load_s", "first_iteration_s")
 PERSISTENT: Final = "persistent"
+DISK: Final = "disk"
+"""Where a failure damages what lies on the slow tier."""
 KEEPS_NOTHING: Final = "none"
 
 
@@ -72,8 +74,8 @@ class Outcome:
     wall_s: Seconds
     failure: str = ""
     """What ended it early, in one sentence."""
-    num_on_disk: int | None = None
-    """Checkpoints that lie on the slow tier at the end; None if there is none."""
+    on_disk: tuple[int, ...] | None = None
+    """Checkpoints that were complete on the slow tier when the failure struck, ascending; None is not known."""
 
 
 def reference_of(outcome: Outcome, scenario: Scenario) -> Reference:
@@ -111,14 +113,13 @@ def difference(ours: Reference, theirs: Reference) -> str:
 def judge(fault: FaultSpec, scenario: Scenario, outcome: Outcome, reference: Reference) -> Judgement:
     """The verdict on a run that the failure struck."""
     recoveries = _completed(outcome)
-    allowed = [allowed_iterations(scenario, recovery) for recovery in recoveries]
+    allowed = [allowed_iterations(scenario, recovery, _usable(fault, outcome)) for recovery in recoveries]
     phases = {phase: sum(getattr(each, phase) or 0.0 for each in recoveries) for phase in PHASES}
-    verdict, reason = _verdict(scenario, outcome, reference)
+    verdict, reason = _verdict(scenario, outcome, reference, allowed)
     lost = sum(recovery.lost_iterations for recovery in recoveries)
     return Judgement(
         verdict=verdict,
-        # What a run that ended early has on disk is what it had when it was struck.
-        survives=survives(fault, scenario, outcome.num_on_disk if outcome.failure else None),
+        survives=survives(fault, scenario, outcome.on_disk),
         detail="; ".join(filter(None, (reason, *_history(outcome)))),
         lost_iterations=lost,
         allowed_iterations=max(allowed, default=0),
@@ -131,7 +132,7 @@ def judge(fault: FaultSpec, scenario: Scenario, outcome: Outcome, reference: Ref
     )
 
 
-def _verdict(scenario: Scenario, outcome: Outcome, reference: Reference) -> tuple[Verdict, str]:
+def _verdict(scenario: Scenario, outcome: Outcome, reference: Reference, allowed: Sequence[int]) -> tuple[Verdict, str]:
     """The verdict, and the reason for any but PASS."""
     if outcome.failure:
         return "HARD_FAIL", outcome.failure
@@ -139,10 +140,9 @@ def _verdict(scenario: Scenario, outcome: Outcome, reference: Reference) -> tupl
         return "SILENT_DIVERGENCE", divergence
     if not any(event.event == "fault" for event in outcome.events):
         return "NOT_STRUCK", "the failure did not come to happen"
-    for recovery in outcome.recoveries:
-        allowed = allowed_iterations(scenario, recovery)
-        if recovery.lost_iterations > allowed:
-            return "LOST_WORK", f"{recovery.lost_iterations} finished iterations done again, {allowed} allowed"
+    for recovery, most in zip(_completed(outcome), allowed, strict=True):
+        if recovery.lost_iterations > most:
+            return "LOST_WORK", f"{recovery.lost_iterations} finished iterations done again, {most} allowed"
     return "PASS", ""
 
 
@@ -188,19 +188,27 @@ def _decimal(loss: str) -> str:
 # --- lost work ---------------------------------------------------------------------------------------------------
 
 
-def allowed_iterations(scenario: Scenario, recovery: RecoverySample) -> int:
-    """How many finished iterations that recovery may do again.
+def allowed_iterations(scenario: Scenario, recovery: RecoverySample, on_disk: Sequence[int] = ()) -> int:
+    """How many finished iterations that recovery may do again; `on_disk` is what the slow tier could give.
 
     One checkpoint at a time is on its way, and is complete when the next is made: so of checkpoints every N iterations
-    the newest complete one is at most 2 N - 1 behind. The same holds for the slow tier, on top of the fast one.
+    the newest complete one is at most 2 N - 1 behind. The same holds for the slow tier, on top of the fast one, unless
+    checkpoints were skipped since its writer was busy: then the newest on disk is what it has to give.
     """
     system = scenario.system
     if not system.every:
         return 0
     behind = 2 * system.every - 1
     if PERSISTENT in recovery.sources and system.name not in FILE_SYSTEMS:
-        behind += 2 * scenario.persist.every - 1
+        reached = recovery.resumed_iteration + recovery.lost_iterations
+        behind = max(behind + 2 * scenario.persist.every - 1, reached - max(on_disk, default=reached))
     return behind + (0 if recovery.resumed_iteration else first_iteration(scenario) - 1)
+
+
+def _usable(fault: FaultSpec, outcome: Outcome) -> tuple[int, ...]:
+    """Of the checkpoints on disk those that the failure did not damage."""
+    on_disk = outcome.on_disk or ()
+    return on_disk[:-1] if fault.where == DISK else on_disk
 
 
 def first_iteration(scenario: Scenario) -> int:
@@ -247,26 +255,26 @@ def _ranks(ranks: Sequence[str]) -> str:
 # --- what a failure leaves ---------------------------------------------------------------------------------------
 
 
-def survives(fault: FaultSpec, scenario: Scenario, num_on_disk: int | None = None) -> bool:
+def survives(fault: FaultSpec, scenario: Scenario, on_disk: Sequence[int] | None = None) -> bool:
     """Whether a complete copy of some checkpoint outlives the failure.
 
-    `num_on_disk` is how many are complete on the slow tier when it comes; None takes them to be written in time.
+    `on_disk` are those complete on the slow tier when it comes; None takes them to be written in time.
     """
     system = scenario.system
     if not system.every or system.name == KEEPS_NOTHING:
         return False
-    on_disk = _on_disk(fault, scenario) if num_on_disk is None else num_on_disk
-    if fault.where == "disk":
-        return on_disk > 1  # the newest one is damaged, and all memory is gone
+    num_on_disk = _num_on_disk(fault, scenario) if on_disk is None else len(on_disk)
+    if fault.where == DISK:
+        return num_on_disk > 1  # the newest one is damaged, and all memory is gone
     if system.name in FILE_SYSTEMS:
         return True
     is_last_copy = fault.kind == "node-loss" or (fault.kind in ("corrupt", "truncate") and fault.where == "slot")
     if fault.kind == "group-loss" or (is_last_copy and system.replicas == 1):
-        return on_disk > 0
+        return num_on_disk > 0
     return True
 
 
-def _on_disk(fault: FaultSpec, scenario: Scenario) -> int:
+def _num_on_disk(fault: FaultSpec, scenario: Scenario) -> int:
     """Checkpoints that are complete on disk when the failure comes, if each is written before the next one is due."""
     done, every, slow = fault.iteration - 1, scenario.system.every, scenario.persist.every
     if scenario.system.name in FILE_SYSTEMS:

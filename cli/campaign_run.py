@@ -11,6 +11,7 @@ from typing import Self, TypeVar
 from capricorn.config import Scenario
 from capricorn.errors import CapricornError
 from capricorn.harness.launcher import RunListener, launch
+from capricorn.harness.tier import PERSISTENT
 from capricorn.harness.warm import Standby
 from capricorn.records import (
     EVENTS,
@@ -21,6 +22,7 @@ from capricorn.records import (
     RecoverySample,
     read_samples,
 )
+from capricorn.runtime.persistent import iterations_in
 from capricorn.units import Seconds
 from capricorn.verdict import Outcome
 
@@ -66,7 +68,7 @@ class Workplace:
         if failure:
             self._standby = None  # it may be what failed; all of them are closed at the end
         try:
-            return watched.run_dir, outcome_of(scenario, watched.run_dir, watched.took_s, failure)
+            return watched.run_dir, outcome_of(watched, failure)
         except CapricornError as error:  # its records are damaged
             run_id = watched.run_dir.name if watched.run_dir is not None else ""
             return watched.run_dir, Outcome(run_id, (), (), (), watched.took_s, failure or str(error))
@@ -95,15 +97,23 @@ class Watched(RunListener):
         self._began_s = time.monotonic()
         self._is_over = False
         self.run_dir: Path | None = None
+        self._slow_tier: Path | None = None
+        self.on_disk: tuple[int, ...] | None = None
+        """Checkpoints that were complete on the slow tier when the failure struck."""
 
     def on_start(self, run_dir: Path, scenario: Scenario) -> None:
         self.run_dir = run_dir
+        if scenario.persist.every:
+            self._slow_tier = Path(scenario.persist.dir) if scenario.persist.dir else run_dir / PERSISTENT
         self._listener.on_start(run_dir, scenario)
 
     def on_sample(self, sample: IterationSample) -> None:
         self._listener.on_sample(sample)
 
     def on_event(self, event: EventSample) -> None:
+        if event.event == "fault" and self._slow_tier is not None:
+            # What is written ends with the failure; what is restored comes later than this is heard.
+            self.on_disk = tuple(iterations_in(self._slow_tier))
         self._listener.on_event(event)
 
     def on_tick(self) -> None:
@@ -118,21 +128,21 @@ class Watched(RunListener):
         return time.monotonic() - self._began_s
 
 
-def outcome_of(scenario: Scenario, run_dir: Path | None, wall_s: Seconds, failure: str) -> Outcome:
-    """What lies in the folder of a run.
+def outcome_of(watched: Watched, failure: str) -> Outcome:
+    """What the run that was watched has left in its folder.
 
     Raises:
         ConfigError: a file of it is damaged.
     """
+    run_dir, wall_s = watched.run_dir, watched.took_s
     if run_dir is None:
         return Outcome("", (), (), (), wall_s, failure)
-    slow_tier = Path(scenario.persist.dir) if scenario.persist.dir else run_dir / "persistent"
     return Outcome(
-        num_on_disk=len(list(slow_tier.glob("iteration-*"))) if scenario.persist.every else None,
         run_id=run_dir.name,
         samples=tuple(read_samples(run_dir / ITERATIONS, IterationSample)),
         events=tuple(read_samples(run_dir / EVENTS, EventSample)),
         recoveries=tuple(read_samples(run_dir / RECOVERIES, RecoverySample)),
         wall_s=wall_s,
         failure=failure,
+        on_disk=watched.on_disk,
     )

@@ -57,7 +57,7 @@ def strike(fault: FaultSpec, scene: Scene) -> None:
 
 def slow_tier(job: Job) -> list[Path]:
     """The folders whose files outlive the memory of the nodes."""
-    return [folder for folder in (getattr(job, "persist_dir", None), job.files_dir) if folder is not None]
+    return [folder for folder in (job.persist_dir, job.files_dir) if folder is not None]
 
 
 def cgroup_name(job: Job, rank: int) -> str:

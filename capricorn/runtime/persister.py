@@ -79,8 +79,10 @@ class Persister:
         if not self._are_all_free:
             self._counters.skipped_persists += 1
             return
-        self._slot = self._store.pin(self._job.rank, iteration)
-        self._order = Order(iteration=iteration, slot=self._slot.path)
+        self._slot = slot = self._store.read(self._job.rank, iteration)
+        assert slot is not None
+        self._store.pin(slot)
+        self._order = Order(iteration=iteration, slot=slot.path)
         try:
             if self._writer is None or not self._writer.is_alive:
                 self._end_writer()

@@ -128,12 +128,9 @@ class NodeStore:
         """The slot that is a complete copy of that iteration, by its header; None if there is none."""
         return next((slot for slot in self._slots.get(owner, []) if slot.holds(iteration)), None)
 
-    def pin(self, owner: int, iteration: int) -> Slot:
-        """The slot with the complete copy of that iteration, which stays as it is until `unpin` or the process ends."""
-        slot = self.read(owner, iteration)
-        assert slot is not None
+    def pin(self, slot: Slot) -> None:
+        """Keeps what the slot holds until `unpin`, or until the process ends."""
         self._pinned.append(slot)
-        return slot
 
     def unpin(self, slot: Slot) -> None:
         """Lets a pinned slot be used again."""
@@ -252,7 +249,7 @@ class RunLock:
 
 def find_stores(root: Path) -> list[StoreFolder]:
     """The stores of all runs below a root, live or left over, sorted by name."""
-    named = [path for pattern in ("*", ".*") for path in root.glob(pattern) if _is_folder(path)]
+    named = [path for pattern in ("*", ".*") for path in root.glob(pattern) if path.is_dir() and not path.is_symlink()]
     # A name with a dot is that of a run which was killed before its folder was locked and renamed.
     return [_describe(path) for path in sorted(named) if path.name.removeprefix(".").startswith(RUN_PREFIX)]
 
@@ -296,11 +293,6 @@ def _is_locked(lock: Path) -> bool:
     finally:
         os.close(fd)
     return False
-
-
-def _is_folder(path: Path) -> bool:
-    """Not a link to one: what it leads to is not a store of ours to remove."""
-    return path.is_dir() and not path.is_symlink()
 
 
 def _refuse_foreign(folder: Path) -> None:
