@@ -51,6 +51,11 @@ class IterationSample(Frozen):
     completed: tuple[int, ...] = ()
     """Iterations whose checkpoint became complete on all ranks since the last sample of this attempt."""
     failed_saves: int = 0
+    persisted: int = 0
+    """Checkpoints that came to be complete on disk, since the last sample; as the next two."""
+    failed_persists: int = 0
+    skipped_persists: int = 0
+    """Came due while a writer was busy."""
     rss_bytes: Bytes = 0
     """Resident memory of the process, without the memory store that it maps."""
     collision_s: Seconds = 0.0
@@ -142,6 +147,9 @@ class EventSample(Frozen):
     detail: str = ""
     completed: tuple[int, ...] = ()
     """As in `IterationSample`: what became complete after the last iteration, while draining."""
+    persisted: int = 0
+    failed_persists: int = 0
+    skipped_persists: int = 0
     staged_bytes: Bytes = 0
     sent_bytes: Bytes = 0
     state_digest: str = ""

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Self, TypeVar
 
+from capricorn.applies import OURS
 from capricorn.config import Scenario
 from capricorn.errors import CapricornError
 from capricorn.harness.launcher import RunListener, launch
@@ -103,7 +104,7 @@ class Watched(RunListener):
 
     def on_start(self, run_dir: Path, scenario: Scenario) -> None:
         self.run_dir = run_dir
-        if scenario.persist.every:
+        if scenario.persist.every and scenario.system.name in OURS:
             self._slow_tier = Path(scenario.persist.dir) if scenario.persist.dir else run_dir / PERSISTENT
         self._listener.on_start(run_dir, scenario)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import rich_click as click
 
 from capricorn.errors import ConfigError
+from capricorn.runtime.persistent import is_checkpoint
 
 from .files import Outputs, all_or_nothing, read_whole
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     Loaded: TypeAlias = Sequence[tuple[Comparison, Mapping[str, Sequence[Path]]]]
 
 HTML = "html"
+WEIGHTS = ".safetensors"
 SUFFIXES = {".md": "md", ".csv": "csv", ".json": "json", ".tex": "latex", ".html": HTML}
 FORMATS = tuple(SUFFIXES.values())
 FIGURE_FORMATS = ("svg", "pdf", "png")
@@ -38,15 +40,25 @@ FIGURE_FORMATS = ("svg", "pdf", "png")
 )
 @click.option("--figure-format", "kinds", type=click.Choice(FIGURE_FORMATS), multiple=True,
               help="repeatable  [default: all]")  # fmt: skip
+@click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="of exported weights  [default: as they are]")
 @click.option("--trace", type=click.Path(path_type=Path), metavar="FILE", help="also write timelines, for Perfetto")
 def export(
     paths: tuple[Path, ...], table: str | None, out: Path | None, figures: Path | None, kinds: tuple[str, ...],
-    trace: Path | None,
+    dtype: str | None, trace: Path | None,
 ) -> int:  # fmt: skip
     """Turn finished runs and comparisons into tables, figures and traces: give their folders.
 
-    Runs that did the same work make a table; live, emulated and simulated ones are never mixed in one.
+    Runs that did the same work make a table; live, emulated and simulated ones are never mixed in one. The folder of a
+    checkpoint on disk becomes a file of its weights: --out model.safetensors.
     """
+    if out is not None and out.suffix.lower() == WEIGHTS:
+        if table or figures or kinds or trace:
+            raise ConfigError(f"--out {out} takes the weights of one checkpoint: leave out the options of tables")
+        return _export_weights(paths, out, dtype)
+    if dtype is not None:
+        raise ConfigError(f"--dtype is for weights: add --out model{WEIGHTS}")
+    if is_checkpoint(paths[0].resolve()):
+        raise ConfigError(f"{paths[0]} is a checkpoint on disk: add --out model{WEIGHTS}")
     chosen = _format(table, out)
     if kinds and figures is None:
         raise ConfigError("--figure-format says nothing without --figures DIR")
@@ -69,6 +81,19 @@ def export(
     for place in (out, figures, trace):
         if place:
             click.echo(f"wrote {place}", err=True)
+    return 0
+
+
+def _export_weights(paths: Sequence[Path], out: Path, dtype: str | None) -> int:
+    """Writes the weights of the checkpoint that is the one path."""
+    folder = paths[0].resolve()
+    if len(paths) > 1 or not is_checkpoint(folder):
+        raise ConfigError(f"--out {out} takes the weights of one checkpoint on disk: give its folder, iteration-...")
+    from capricorn.runtime.persist_export import weights_of
+
+    with all_or_nothing() as outputs:
+        outputs.write(out, weights_of(folder, dtype))
+    click.echo(f"wrote {out}", err=True)
     return 0
 
 

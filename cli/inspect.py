@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,8 @@ import rich_click as click
 from capricorn.config import StoreConfig
 from capricorn.errors import ConfigError, StoreError
 from capricorn.records import RECOVERIES, RUN, RecoverySample, RunRecord, read_run, read_samples
+from capricorn.report.tier import PERSISTENT, OnDisk, complete_in, look_at_tier
+from capricorn.runtime.persistent import is_checkpoint, is_tier
 from capricorn.system import Copy
 
 from .options import json_option
@@ -20,6 +23,8 @@ from .output import console, print_json
 if TYPE_CHECKING:
     from capricorn.runtime.store import NodeStore, StoreFolder
 
+JOB = "job.json"
+"""Of a run folder, from its start on."""
 COMPLETE, DAMAGED = "complete", "damaged"
 
 
@@ -49,18 +54,25 @@ class Found:
               help="folder of the stores, as store.root of the run")  # fmt: skip
 @json_option
 def inspect(target: str, root: Path, as_json: bool) -> int:
-    """Show a run folder, or a store in memory: give its folder or its run id."""
+    """Show a run, a store in memory, or checkpoints on disk: give its folder, or the run id."""
     record, folder = _find_run(target)
     store = _find_store(record.run_id if record else target, root)
-    if record is None and store is None:
-        raise ConfigError(f"{target} is neither a run folder (with {RUN}) nor a store, nor a run id below {root}")
-    found = _look(store) if store else []
-    iterations = _complete_everywhere(found, store)
+    tier = _find_tier(record, folder)
+    if record is None and store is None and tier is None:
+        raise ConfigError(
+            f"{target} is neither a run folder (with {RUN} or {JOB}), nor a store, nor a run id below {root}, nor a "
+            "folder of checkpoints"
+        )
+    in_memory = _look(store) if store else []
+    on_disk = look_at_tier(tier) if tier else []
+    found = [*in_memory, *(Found(PERSISTENT, each.copy, not each.damage) for each in on_disk)]
+    iterations = sorted({*_complete_everywhere(in_memory, store), *complete_in(on_disk)})
     if as_json:
         run = {"run": record.model_dump(mode="json")} if record else {}
         print_json({"iterations": iterations, "copies": [each.facts() for each in found], **run})
     else:
         _show(record, folder, store, found, iterations)
+        _show_damage(on_disk, tier)
     return 1 if any(each.damaged for each in found) else 0
 
 
@@ -68,7 +80,42 @@ def _find_run(target: str) -> tuple[RunRecord | None, Path]:
     for folder in (Path(target), Path("results") / target):
         if (folder / RUN).exists():
             return read_run(folder), folder
+        if (folder / JOB).exists():
+            return _unfinished(folder), folder
     return None, Path(target)
+
+
+def _unfinished(folder: Path) -> RunRecord:
+    """The record that a live or killed run has not written yet, of what it has written."""
+    from capricorn.harness.job import Job
+    from capricorn.harness.machine import environment
+    from capricorn.report.summary import summarize
+
+    job = Job.read(folder / JOB)
+    facts = environment(job.scenario.cluster.device)
+    summary, verdict = summarize(folder, job.scenario, facts.num_cpus)
+    started = datetime.fromtimestamp((folder / JOB).stat().st_mtime, UTC)
+    return RunRecord(
+        run_id=job.run_id,
+        started_at=started.isoformat(timespec="seconds"),
+        mode="emulated" if job.scenario.emulation else "live",
+        system=job.scenario.system.name,
+        seed=job.scenario.train.seed,
+        config=job.scenario,
+        environment=facts,
+        summary=summary,
+        verdict=f"no {RUN}: it is live or was killed; {verdict}",
+    )
+
+
+def _find_tier(record: RunRecord | None, folder: Path) -> Path | None:
+    """The folder of checkpoints on disk that the target is, or that the run has."""
+    if record is None:
+        folder = folder.resolve()
+        return folder if is_checkpoint(folder) or is_tier(folder) else None
+    named = record.config.persist.dir
+    tier = Path(named) if named else folder / PERSISTENT
+    return tier if is_tier(tier) else None
 
 
 def _find_store(target: str, root: Path) -> StoreFolder | None:
@@ -128,8 +175,19 @@ def _show(
     if record:
         out.print(run_table(record, list(read_samples(folder / RECOVERIES, RecoverySample))))
         out.print(f"{folder}", soft_wrap=True)
-    if store:
+    if store or found:
         out.print(copies_table([(each.where, each.copy, each.verified) for each in found]))
+    if store:
         state = "live" if store.live else "left over"
         out.print(f"{store.path}, {state}", soft_wrap=True)
+    if store or found:
         out.print(f"complete on all owners: {', '.join(map(str, iterations)) or 'none'}")
+
+
+def _show_damage(on_disk: Sequence[OnDisk], tier: Path | None) -> None:
+    out = console()
+    if tier:
+        out.print(f"{tier}, on disk", soft_wrap=True)
+    for each in on_disk:
+        if each.damage:
+            out.print(f"{each.copy.path}: {each.damage}", soft_wrap=True, style="bold red")

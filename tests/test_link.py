@@ -349,3 +349,27 @@ def test_what_is_not_a_link_is_not_opened(tmp_path: Path) -> None:
         Link(tmp_path / "nothing")
     with pytest.raises(TransportError, match="there are no links"):
         Links(tmp_path)
+
+
+# --- links that fail
+
+
+def test_a_link_that_is_slowed_down_is_slow_for_all_who_have_it_open_until_it_is_good_again(net: Net) -> None:
+    link, other = net.link(), net.reopen(net.link().path)
+    link.reserve(round(BURST_S * RATE))
+    other.slow_down(1 / 20)
+    before = net.time.now
+    assert link.reserve(1000) - before == pytest.approx(20 * 1000 / RATE)
+    other.slow_down(1.0)
+    assert link.reserve(1000) - link.reserve(0) == 0.0
+    assert link.reserve(1000) - before == pytest.approx(22 * 1000 / RATE)
+    assert link.bytes_per_s == RATE, "what it was made with"
+    other.close()
+
+
+def test_nothing_leaves_a_held_link_until_the_time_is_over_or_it_is_let_go(net: Net) -> None:
+    link, start = net.link(), net.time.now
+    link.hold(5.0)
+    assert link.reserve(1000) >= start + 5.0
+    link.hold(0.0)
+    assert link.reserve(1000) < start + 1.0

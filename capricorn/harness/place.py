@@ -9,6 +9,7 @@ import contextlib
 import gc
 import os
 import socket
+import stat
 from datetime import timedelta
 from typing import Final, NamedTuple, Protocol
 
@@ -109,8 +110,9 @@ def end_groups() -> None:
     been restored meanwhile, and a group that ends waits for it. Without connections all of it fails at once.
     """
     for fd in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(OSError):  # it is no socket, not connected, or was that of the listing
-            _shut(fd)
+        with contextlib.suppress(OSError):  # it is not connected, or was that of the listing
+            if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                _shut(fd)
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()  # groups end with their last reference

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Final
 
 from capricorn.emulation.pacer import Pacer
 from capricorn.harness.job import Job
@@ -28,6 +29,8 @@ from capricorn.records import (
 )
 from capricorn.system import CheckpointSystem, Counters, RestoreReport
 from capricorn.units import Bytes, Seconds
+
+PERSISTS: Final = ("persisted", "failed_persists", "skipped_persists")
 
 
 class Recorder(TrainerHook):
@@ -81,7 +84,7 @@ class Recorder(TrainerHook):
             "completed": tuple(self._system.take_completed()),
         }
         values |= {"staged_bytes": now.staged_bytes - before.staged_bytes}
-        values |= {"sent_bytes": now.sent_bytes - before.sent_bytes}
+        values |= {"sent_bytes": now.sent_bytes - before.sent_bytes} | _persists(now, before)
         if restored is not None:
             values |= {"sources": tuple(restored.sources), "agree_s": restored.agree_s}
             values |= {"fetch_s": restored.fetch_s, "load_s": restored.load_s}
@@ -107,6 +110,7 @@ class Recorder(TrainerHook):
             latest_local=self._system.latest_local() or 0,
             completed=tuple(self._system.take_completed()),
             failed_saves=now.failed_saves - before.failed_saves,
+            **_persists(now, before),
             rss_bytes=_rss_bytes(),
             **asdict(self._system.take_planning()),
         )
@@ -157,6 +161,11 @@ class Recorder(TrainerHook):
             bytes=num_bytes,
         )
         append(self._dir / OPS, sample)
+
+
+def _persists(now: Counters, before: Counters) -> dict[str, int]:
+    """What became of checkpoints that were to go to disk."""
+    return {name: getattr(now, name) - getattr(before, name) for name in PERSISTS}
 
 
 def was_ever_complete(run_dir: Path) -> bool:

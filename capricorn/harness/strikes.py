@@ -52,7 +52,7 @@ class Scene:
 
 def strike(fault: FaultSpec, scene: Scene) -> None:
     """Makes it happen; many kinds do not return."""
-    _STRIKES[fault.kind](fault, scene)
+    STRIKES[fault.kind](fault, scene)
 
 
 def slow_tier(job: Job) -> list[Path]:
@@ -199,7 +199,7 @@ def _slow_disk(fault: FaultSpec, scene: Scene) -> None:
         Link(path).slow_down(DISK_FRAC)
 
 
-_STRIKES: Final[Mapping[str, Callable[[FaultSpec, Scene], None]]] = MappingProxyType({
+STRIKES: Final[Mapping[str, Callable[[FaultSpec, Scene], None]]] = MappingProxyType({
     "kill": _kill, "kill-all": _kill_all, "node-loss": _lose_node, "group-loss": _lose_group, "stop": _stop,
     "slow-link": _slow_link, "partition": _partition, "corrupt": _damage, "truncate": _damage,
     "torn-commit": _tear_commit, "tmpfs-full": _fill_memory, "disk-full": _fill_disk, "disk-slow": _slow_disk,

@@ -26,6 +26,7 @@ from capricorn.report.planning import planning
 
 SETTLING = 3
 """Checkpoints after which a system is taken to have settled."""
+PERSISTS = ("persisted", "failed_persists", "skipped_persists")
 STORE = "store.json"
 """Written by the launcher: `{"store_bytes": n}`, the largest size of all stores of the run."""
 
@@ -199,9 +200,17 @@ def _checkpoints(run: RunSamples) -> Summary:
         "requested": len(requested),
         "effective": sum(i in complete for i in requested),
         "failed_saves": int(run.samples["failed_saves"].sum()),
+        **_persists(run),
         "replica_lag_p50": quantile(lag, 50),
         "replica_lag_max": number(lag.max()),
     }
+
+
+def _persists(run: RunSamples) -> Summary:
+    """Checkpoints on disk, as rank 0 saw them, which completes them; of all attempts."""
+    sightings: list[IterationSample | EventSample] = [*run.raw, *run.events]
+    first = [sighting for sighting in sightings if sighting.rank == 0]
+    return {key: sum(getattr(sighting, key) for sighting in first) for key in PERSISTS}
 
 
 def _complete(run: RunSamples) -> set[int]:

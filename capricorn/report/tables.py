@@ -75,6 +75,7 @@ def _result_rows(record: RunRecord) -> list[tuple[str, str]]:
         ("stall", f"p50 {_seconds(s['stall_s_p50'])}, p95 {_seconds(s['stall_s_p95'])}"),
         ("first checkpoint", f"stall {_seconds(s['first_stall_s'])}"),
         ("checkpoints", _checkpoints(s)),
+        *_persists(s),
         ("replica lag", f"p50 {_figure(s['replica_lag_p50'], '.3g')}, max {_figure(s['replica_lag_max'], '.0f')}"),
         ("bytes moved", _moved(s)),
         ("memory", f"RSS {format_bytes(s['peak_rss_bytes'])} + store {_bytes(s['store_bytes'])}"),
@@ -136,6 +137,13 @@ def _checkpoints(s: Mapping[str, Any]) -> str:
     sign = "=" if s["requested"] == s["effective"] else ">"
     failed = f", {s['failed_saves']} saves failed" if s["failed_saves"] else ""
     return f"requested {s['requested']} {sign} effective {s['effective']}{failed}"
+
+
+def _persists(s: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What became of checkpoints that were to go to disk; none where none were, nor for records older than that."""
+    words = {"persisted": "complete", "skipped_persists": "skipped while busy", "failed_persists": "failed"}
+    told = [f"{s[key]} {word}" for key, word in words.items() if s.get(key)]
+    return [("on disk", ", ".join(told))] if told else []
 
 
 def _moved(s: Mapping[str, Any]) -> str:

@@ -28,7 +28,7 @@ FORMAT: Final = 1
 VALUE: Final = "value/"
 """Before the names of small values, which every rank has; in a checkpoint they lie under `rank<r>/value/`."""
 _PREFIX, _TEMPORARY, _REMOVED = "iteration-", ".tmp-", ".removed-"
-_NAME = re.compile(_PREFIX + r"(\d{8,})")
+_NAME = re.compile(_PREFIX + r"\d{8,}")
 
 
 class Stored(Frozen):
@@ -119,13 +119,17 @@ def temporary_of(root: Path, iteration: int, attempt: int) -> Path:
 
 def iterations_in(root: Path) -> list[int]:
     """Of all checkpoints that once were complete, ascending."""
-    matches = (_NAME.fullmatch(path.name) for path in _listed(root) if path.is_dir())
-    return sorted(int(match[1]) for match in matches if match is not None)
+    return sorted(iteration_of(path) for path in _listed(root) if is_checkpoint(path))
 
 
 def is_checkpoint(path: Path) -> bool:
     """Whether that is the folder of one."""
     return _NAME.fullmatch(path.name) is not None and path.is_dir()
+
+
+def iteration_of(folder: Path) -> int:
+    """Of the folder of a checkpoint, by its name."""
+    return int(folder.name.removeprefix(_PREFIX))
 
 
 def is_tier(path: Path) -> bool:
