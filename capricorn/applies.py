@@ -14,6 +14,8 @@ from capricorn.registry import FILES, SYSTEMS
 OURS: Final = frozenset({"capricorn", "blocking", "gemini", "gemini-staged"})
 """Systems that keep copies in the memory store, and may write them to a slow tier too."""
 
+SEVERAL_MACHINES: Final = "it strikes nodes of several machines at once; leave out --nnodes"
+
 
 def why_not(fault: FaultSpec, scenario: Scenario) -> str:
     """Why the failure cannot happen in a run of that scenario; empty if it can."""
@@ -24,6 +26,7 @@ def why_not(fault: FaultSpec, scenario: Scenario) -> str:
         "files": "" if _has_slow_tier(scenario) else f"{name} writes no files here; {_advice(name)}",
         "changes": "" if name in OURS or _has_slow_tier(scenario) else f"{name} keeps nothing that a kill could tear",
         "tmpfs": "" if name in OURS or _writes_to_memory(scenario) else f"{name} keeps nothing in memory",
+        "one machine": SEVERAL_MACHINES if scenario.launch.nnodes else "",
         "links": "" if scenario.cluster.is_emulated else NO_LINKS,
     }
     return next(filter(None, (missing[need] for need in _needs(fault))), "")
@@ -37,11 +40,13 @@ def _needs(fault: FaultSpec) -> tuple[str, ...]:
 
 
 _NEEDS: Final = {
+    "group-loss": ("one machine",), "torn-commit": ("changes",), "tmpfs-full": ("tmpfs",),
+    "disk-full": ("files",), "disk-slow": ("files",),
     "corrupt-slot": ("memory",), "corrupt-replica": ("memory", "replica"), "corrupt-wire": ("memory", "replica"),
-    "corrupt-disk": ("files",), "truncate-slot": ("memory",), "truncate-replica": ("memory", "replica"),
-    "truncate-disk": ("files",), "torn-commit": ("changes",), "tmpfs-full": ("tmpfs",), "disk-full": ("files",),
-    "disk-slow": ("files",),
+    "corrupt-disk": ("files", "one machine"),
+    "truncate-slot": ("memory",), "truncate-replica": ("memory", "replica"), "truncate-disk": ("files", "one machine"),
 }  # fmt: skip
+"""By kind, and by place where that matters."""
 
 
 def _has_slow_tier(scenario: Scenario) -> bool:

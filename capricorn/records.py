@@ -268,7 +268,7 @@ def read_record(path: Path, kind: type[S], schema_version: int, what: str) -> S:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError:
         raise ConfigError(f"{path.parent} holds no {what}: there is no {path.name} in it") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ConfigError(f"{path} is damaged: it is not JSON") from None
     version = data.get("schema_version") if isinstance(data, dict) else None
     if version != schema_version:

@@ -1,59 +1,79 @@
-"""What runs that were struck by a failure have left, made by hand, with losses and digests of which all is known."""
+"""What tests of injected failures have in common: a job whose stores hold copies, and processes that strike."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import os
+from collections.abc import Callable
+from pathlib import Path
 
 from capricorn.config import Scenario
 from capricorn.faults import FaultSpec
-from capricorn.records import EventSample, IterationSample, RecoverySample
-from capricorn.verdict import Judgement, Outcome, Reference, judge, reference_of
-from tests.recorded import NUM_ITERATIONS, NUM_RANKS, iteration_sample, scenario
+from capricorn.harness.job import Job
+from capricorn.resolve import load_model
+from capricorn.runtime.slot import Layout, checksum
+from capricorn.runtime.store import NodeStore
+from capricorn.topology import Topology
 
-KILL = FaultSpec.parse("kill@rank=1,iteration=7")
-
-
-def sample(iteration: int, rank: int, attempt: int = 0, **fields: Any) -> IterationSample:
-    """Its loss depends on iteration and rank alone."""
-    usual = {"loss": 5 - iteration / 7 - rank / 1000, "attempt": attempt}
-    return iteration_sample(iteration, rank, **usual | fields)
+TINY = Scenario(model=load_model("mixtral-tiny"))
+LAYOUT = Layout(payload_bytes=10_000, block_bytes=4096, digest=7)
+DEADLINE_S = 20.0
 
 
-def event(name: str, rank: int = 0, attempt: int = 0, **fields: Any) -> EventSample:
-    return EventSample.model_validate({"event": name, "at_s": 1000.0, "attempt": attempt, "rank": rank} | fields)
+def fault(text: str) -> FaultSpec:
+    return FaultSpec.parse(text)
 
 
-def recovery(resumed: int, lost: int, sources: Sequence[str] = ("local", "local"), **fields: Any) -> RecoverySample:
-    phases = {"detect_s": 0.1, "restart_s": 0.2, "agree_s": 0.01, "fetch_s": 0.02, "load_s": 0.03}
-    usual = {
-        "attempt": 1, "what": str(KILL), "detected_at_s": 1000.7, "resumed_iteration": resumed,
-        "lost_iterations": lost, "sources": tuple(sources), "first_iteration_s": 0.14,
-    }  # fmt: skip
-    return RecoverySample.model_validate(usual | phases | fields)
+def with_faults(*texts: str, scenario: Scenario = TINY) -> Scenario:
+    return scenario.model_copy(update={"faults": tuple(map(fault, texts))})
 
 
-def digests(changed: Mapping[int, str] | None = None, attempt: int = 1) -> list[EventSample]:
-    """The ends of all ranks, with the state that the undisturbed run had unless it is changed."""
-    states = {rank: f"state{rank}" for rank in range(NUM_RANKS)} | dict(changed or {})
-    return [event("finished", rank, attempt, state_digest=state) for rank, state in states.items()]
+def make_job(folder: Path, *texts: str) -> Job:
+    """A job of two nodes of one rank whose stores hold two complete iterations of both ranks."""
+    for name in ("run", "store", "files"):
+        (folder / name).mkdir()
+    job = Job(
+        run_id="test",
+        scenario=with_faults(*texts),
+        run_dir=folder / "run",
+        store_dir=folder / "store",
+        tokens=folder,
+        files_dir=folder / "files",
+    )
+    job.store_dir.chmod(0o700)
+    for node in range(2):
+        store = NodeStore.create(job.node_dir(node), "test", node, Topology(2, 1))
+        for owner in range(2):
+            store.host(owner, LAYOUT)
+            for iteration in (3, 4):
+                save(store, owner, iteration)
+        store.close()
+    return job
 
 
-def undisturbed(config: Scenario | None = None) -> Reference:
-    samples = [sample(i, rank) for i in range(1, NUM_ITERATIONS + 1) for rank in range(NUM_RANKS)]
-    return reference_of(Outcome("reference", samples, digests(), (), 3.0), config or scenario())
+def save(store: NodeStore, owner: int, iteration: int) -> None:
+    slot = store.begin(owner, iteration, keep=0)
+    for index in range(LAYOUT.num_blocks):
+        slot.payload[LAYOUT.block(index)] = bytes([iteration]) * len(slot.payload[LAYOUT.block(index)])
+        slot.table[index] = checksum(slot.payload[LAYOUT.block(index)])
+    store.commit(slot)
 
 
-def outcome(resumed: int = 6, reached: int = 7, **fields: Any) -> Outcome:
-    """A run that had reached one iteration, went back to another and then on to the end."""
-    spans = {0: range(1, reached + 1), 1: range(resumed + 1, NUM_ITERATIONS + 1)}
-    samples = [sample(i, rank, attempt) for attempt, span in spans.items() for i in span for rank in range(NUM_RANKS)]
-    usual: dict[str, Any] = {
-        "run_id": "struck", "samples": samples, "events": [event("fault", 1), *digests()],
-        "recoveries": [recovery(resumed, reached - resumed)], "wall_s": 4.0,
-    }  # fmt: skip
-    return Outcome(**usual | fields)
+def in_child(act: Callable[[], object]) -> int:
+    """How a process that does this ends: its exit code, negative for a signal."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            act()
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def judged(struck: Outcome, fault: FaultSpec = KILL, config: Scenario | None = None) -> Judgement:
-    return judge(fault, config or scenario(), struck, undisturbed())
+def damaged(job: Job) -> list[tuple[int, int, int]]:
+    """Node, owner and iteration of each complete copy that does not match its checksums any more."""
+    found = []
+    for node in range(2):
+        store = NodeStore.open(job.node_dir(node))
+        copies = [copy for copy in store.inventory() if copy.state in ("complete", "damaged")]
+        found += [(node, copy.owner, copy.iteration) for copy in copies if not store.verify(copy)]
+    return found

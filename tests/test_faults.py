@@ -1,112 +1,34 @@
-"""Injected failures: which can happen to what, and what each does to files, memory, links and processes."""
+"""Injected failures: which can happen to what, when they strike, and what they do to copies and files."""
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
 import signal
-import socket
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from capricorn.applies import why_not
 from capricorn.config import Scenario
-from capricorn.emulation.fabric import Entry, Shape
-from capricorn.emulation.ground import Loopback
-from capricorn.emulation.link import Link, create_links
-from capricorn.emulation.reshape import reshape
-from capricorn.emulation.shaping import INTERFACE, cutting, mending, slowing
 from capricorn.errors import ConfigError
-from capricorn.faults import KINDS, FaultSpec
-from capricorn.harness import ballast, cgroup, strikes
+from capricorn.faults import KINDS
+from capricorn.harness import ballast, strikes
 from capricorn.harness.countdown import Countdown
 from capricorn.harness.damage import Wire, damage_copies, damage_files
 from capricorn.harness.fault_checks import check_faults
 from capricorn.harness.injector import FaultInjector
-from capricorn.harness.job import Job
-from capricorn.harness.registered import ProcessName, register_worker, registered
-from capricorn.harness.repairs import Repairs
-from capricorn.harness.strikes import DISK_FRAC, Scene, strike
+from capricorn.harness.registered import ProcessName
 from capricorn.records import EVENTS, EventSample, read_samples
-from capricorn.resolve import load_model, override
-from capricorn.runtime.slot import Layout, checksum
+from capricorn.resolve import override
 from capricorn.runtime.store import NodeStore
 from capricorn.topology import Topology
 from capricorn.values import build
 from tests.mounts import tmpfs
-from tests.namespaces import fabric, output, start
-from tests.runs import polls
-
-TINY = Scenario(model=load_model("mixtral-tiny"))
-LAYOUT = Layout(payload_bytes=10_000, block_bytes=4096, digest=7)
-DEADLINE_S = 20.0
-
-
-def fault(text: str) -> FaultSpec:
-    return FaultSpec.parse(text)
-
-
-def with_faults(*texts: str, scenario: Scenario = TINY) -> Scenario:
-    return scenario.model_copy(update={"faults": tuple(map(fault, texts))})
-
-
-def make_job(folder: Path, *texts: str) -> Job:
-    """A job of two nodes of one rank whose stores hold two complete iterations of both ranks."""
-    for name in ("run", "store", "files"):
-        (folder / name).mkdir()
-    job = Job(
-        run_id="test",
-        scenario=with_faults(*texts),
-        run_dir=folder / "run",
-        store_dir=folder / "store",
-        tokens=folder,
-        files_dir=folder / "files",
-    )
-    job.store_dir.chmod(0o700)
-    for node in range(2):
-        store = NodeStore.create(job.node_dir(node), "test", node, Topology(2, 1))
-        for owner in range(2):
-            store.host(owner, LAYOUT)
-            for iteration in (3, 4):
-                save(store, owner, iteration)
-        store.close()
-    return job
-
-
-def save(store: NodeStore, owner: int, iteration: int) -> None:
-    slot = store.begin(owner, iteration, keep=0)
-    for index in range(LAYOUT.num_blocks):
-        slot.payload[LAYOUT.block(index)] = bytes([iteration]) * len(slot.payload[LAYOUT.block(index)])
-        slot.table[index] = checksum(slot.payload[LAYOUT.block(index)])
-    store.commit(slot)
-
-
-def in_child(act: Callable[[], object]) -> int:
-    """How a process that does this ends: its exit code, negative for a signal."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            act()
-        finally:
-            os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def damaged(job: Job) -> list[tuple[int, int, int]]:
-    """Node, owner and iteration of each complete copy that does not match its checksums any more."""
-    found = []
-    for node in range(2):
-        store = NodeStore.open(job.node_dir(node))
-        copies = [copy for copy in store.inventory() if copy.state in ("complete", "damaged")]
-        found += [(node, copy.owner, copy.iteration) for copy in copies if not store.verify(copy)]
-    return found
-
+from tests.struck import DEADLINE_S, LAYOUT, TINY, damaged, fault, in_child, make_job, save, with_faults
 
 # --- what can happen to what
 
@@ -133,6 +55,8 @@ def test_every_kind_can_be_made_to_happen() -> None:
         ("tmpfs-full@rank=0,iteration=3", ("system.name=dcp",), "nothing in memory"),
         ("tmpfs-full@rank=0,iteration=3", ("system.name=dcp", "storage.medium=tmpfs"), ""),
         ("partition@node=0,iteration=3", (), "--cluster"),
+        ("group-loss@node=0,iteration=3", (), ""),
+        ("group-loss@node=0,iteration=3", ("launch.nnodes=2", "launch.rdzv_endpoint=a:1"), "leave out --nnodes"),
     ],
 )
 def test_a_failure_that_cannot_happen_to_a_system_is_told_with_the_reason(
@@ -185,6 +109,17 @@ def test_nothing_stands_in_the_way_of_a_rank_without_failures(tmp_path: Path) ->
     assert FaultInjector(job, 0, 0).routes(routes) is routes  # type: ignore[arg-type]
     assert FaultInjector(job, 1, 0).store_tap is not None
     assert FaultInjector(job, 1, 0).routes(routes).keys() == {0}  # type: ignore[arg-type]
+
+
+@contextmanager
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that waits, and is gone at the end."""
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_nodes_that_are_lost_at_the_same_moment_are_lost_by_whoever_comes_first(tmp_path: Path) -> None:
@@ -328,212 +263,3 @@ def test_a_process_is_killed_right_before_the_change_of_its_store_that_was_asked
     assert in_child(write) == -signal.SIGKILL
     states = {copy.iteration: copy.state for copy in NodeStore.open(tmp_path / "node").inventory()}
     assert states == {1: "complete", 2: "writing"}
-
-
-# --- processes
-
-
-class sleeper:  # noqa: N801 - used as a function
-    """A process that waits, and is gone at the end."""
-
-    def __enter__(self) -> subprocess.Popen[bytes]:
-        self._process = subprocess.Popen(["sleep", "60"])
-        return self._process
-
-    def __exit__(self, *exception: object) -> None:
-        self._process.kill()
-        self._process.wait()
-
-
-def test_a_stopped_worker_goes_on_after_its_time_and_not_before(tmp_path: Path) -> None:
-    job = make_job(tmp_path)
-    pid = os.fork()
-    if pid == 0:
-        register_worker(job.run_dir, 1)
-        strike(fault("stop@rank=1,iteration=3"), Scene(job, 1))
-        os._exit(7)
-    assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])
-    names = registered(job.run_dir, 1)
-    assert names is not None
-    assert (names.worker.pid, names.agent.pid) == (pid, os.getpid())
-    repairs = Repairs(job, Loopback())
-    repairs.on_event(struck("stop@rank=1,iteration=3"))  # for good
-    repairs.tick()
-    assert os.waitpid(pid, os.WNOHANG | os.WUNTRACED) == (0, 0)
-    repairs.on_event(struck("stop@rank=1,iteration=3,seconds=0.01"))
-    for _ in polls(DEADLINE_S):
-        repairs.tick()
-        if (ended := os.waitpid(pid, os.WNOHANG))[0]:
-            break
-    assert os.waitstatus_to_exitcode(ended[1]) == 7
-
-
-def struck(text: str) -> EventSample:
-    return EventSample(event="fault", at_s=0.0, attempt=0, rank=0, iteration=3, detail=text)
-
-
-def test_the_kernel_kills_who_runs_out_of_its_cgroup_and_nothing_is_left_of_it(tmp_path: Path) -> None:
-    if reason := cgroup.why_not():
-        pytest.skip(reason)
-    job = make_job(tmp_path)
-    oom = "oom@rank=1,iteration=3"
-    assert in_child(lambda: strike(fault(oom), Scene(job, 1))) == -signal.SIGKILL
-    assert groups(job)
-    repairs = Repairs(job, Loopback())
-    repairs.on_event(struck(oom))
-    repairs.close()
-    assert not groups(job)
-
-
-def groups(job: Job) -> list[Path]:
-    return list(Path("/sys/fs/cgroup").rglob(strikes.cgroup_name(job, 1)))
-
-
-def test_a_stranger_takes_the_ports_of_a_dead_worker_and_goes_with_the_run(tmp_path: Path) -> None:
-    job = make_job(tmp_path)
-    lock = (job.store_dir / "lock").open("w")
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    taken = "port-taken@rank=1,iteration=3"
-    assert in_child(lambda: strike(fault(taken), Scene(job, 1))) == -signal.SIGKILL
-    listener.close()
-    assert any(answers(port) for _ in polls(DEADLINE_S))
-    repairs = Repairs(job, Loopback())
-    repairs.on_event(struck(taken))
-    repairs.close()
-    assert not answers(port)
-    lock.close()
-
-
-def test_a_stranger_goes_also_when_the_launcher_just_dies(tmp_path: Path) -> None:
-    lock = (tmp_path / "lock").open("w")
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    stranger = subprocess.Popen(
-        [sys.executable, "-m", "capricorn.harness.stranger", str(tmp_path / "lock"), json.dumps([])],
-        stdout=subprocess.PIPE,
-    )
-    assert stranger.stdout is not None
-    with stranger.stdout:
-        assert stranger.stdout.readline() == b"ready\n"
-    assert stranger.poll() is None
-    lock.close()
-    assert stranger.wait(DEADLINE_S) == 0
-
-
-def answers(port: int) -> bool:
-    """Whether somebody there says something to whoever comes."""
-    try:
-        with socket.create_connection(("127.0.0.1", port), 5.0) as sock:
-            return bool(sock.recv(16))
-    except ConnectionError:
-        return False
-
-
-# --- clocks
-
-
-@pytest.fixture
-def paced(tmp_path: Path) -> Iterator[Job]:
-    """A job whose links and storage are modelled."""
-    job = make_job(tmp_path)
-    cluster = job.scenario.cluster.model_copy(update={"links": "paced", "name": "small"})
-    create_links(tmp_path / "links", {name: 1e6 for name in ("out0", "in0", "out1", "in1")})
-    create_links(tmp_path / "storage", {"node0": 1e6, "total": 2e6})
-    yield job.model_copy(
-        update={
-            "scenario": job.scenario.model_copy(update={"cluster": cluster}),
-            "links_dir": tmp_path / "links",
-            "storage_dir": tmp_path / "storage",
-        }
-    )
-
-
-def took(path: Path) -> float:
-    """What a million bytes take on the link, alone; nothing is left booked."""
-    link = Link(path)
-    link.hold(0.0)
-    start_s = link.reserve(0)
-    duration_s = link.reserve(1_000_000) - start_s
-    link.hold(0.0)
-    link.close()
-    return duration_s
-
-
-@pytest.mark.parametrize("undo", ["time", "replaced"])
-def test_a_slow_link_is_good_again_after_its_time_or_with_a_new_node(undo: str, paced: Job) -> None:
-    text = f"slow-link@node=1,iteration=3,seconds={0.01 if undo == 'time' else 100}"
-    strike(fault(text), Scene(paced, 1))
-    out = paced.links_dir
-    assert out is not None
-    assert took(out / "out1") == pytest.approx(20.0)
-    assert took(out / "out0") == pytest.approx(1.0)
-    repairs = Repairs(paced, Loopback())
-    repairs.on_event(struck(text))
-    if undo == "time":
-        assert any(repairs.tick() or took(out / "out1") == pytest.approx(1.0) for _ in polls(DEADLINE_S))
-    else:
-        repairs.tick()
-        repairs.node_replaced(0)
-        assert took(out / "out1") == pytest.approx(20.0)
-        repairs.node_replaced(1)
-        assert took(out / "out1") == pytest.approx(1.0)
-
-
-def test_nothing_leaves_a_cut_node_until_it_is_replaced(paced: Job) -> None:
-    text = "partition@node=1,iteration=3,seconds=0"
-    strike(fault(text), Scene(paced, 1))
-    assert paced.links_dir is not None
-    link = Link(paced.links_dir / "out1")
-    assert link.reserve(1) > time.monotonic() + 1000
-    repairs = Repairs(paced, Loopback())
-    repairs.on_event(struck(text))
-    repairs.node_replaced(1)
-    assert link.reserve(1) < time.monotonic() + 1000
-    link.close()
-
-
-def test_a_slow_disk_takes_a_hundred_times_as_long_for_its_time(paced: Job) -> None:
-    strike(fault("disk-slow@iteration=3"), Scene(paced, 0))
-    assert paced.storage_dir is not None
-    assert took(paced.storage_dir / "node0") == pytest.approx(1 / DISK_FRAC)
-    assert took(paced.storage_dir / "total") == pytest.approx(0.5 / DISK_FRAC)
-    repairs = Repairs(paced, Loopback())
-    repairs.on_event(struck("disk-slow@iteration=3,seconds=0.01"))
-    assert any(repairs.tick() or took(paced.storage_dir / "node0") == pytest.approx(1.0) for _ in polls(DEADLINE_S))
-
-
-def test_a_full_disk_has_room_again_after_its_time(tmp_path: Path) -> None:
-    job = make_job(tmp_path)
-    with tmpfs("1M") as root:
-        job = job.model_copy(update={"files_dir": root})
-        strike(fault("disk-full@iteration=3"), Scene(job, 0))
-        assert not os.statvfs(root).f_bavail
-        repairs = Repairs(job, Loopback())
-        repairs.on_event(struck("disk-full@iteration=3,seconds=0.01"))
-        assert any(repairs.tick() or os.statvfs(root).f_bavail for _ in polls(DEADLINE_S))
-
-
-def test_a_link_in_the_kernel_is_slowed_cut_and_mended_from_outside_its_node() -> None:
-    rate = 25e6
-    with fabric(Shape(2, rate, qos=True)) as built:
-        node = built.enter_node(1)
-        as_made = shaped(node)
-        reshape(node, slowing(INTERFACE, rate / 20, qos=True))
-        slow = shaped(node)
-        assert slow.keys() == as_made.keys() == {"1:1", "1:5", "1:10", "1:20"}
-        assert (as_made["1:1"], slow["1:1"]) == ("200Mbit", "10Mbit")
-        reshape(node, slowing(INTERFACE, rate, qos=True))
-        assert shaped(node) == as_made
-        reshape(node, cutting(INTERFACE))
-        assert not shaped(node)
-        reshape(node, mending(INTERFACE, rate, qos=True))
-        assert shaped(node) == as_made
-        assert shaped(built.enter_node(0)) == as_made
-
-
-def shaped(node: Entry) -> dict[str, str]:
-    """By class of the node's device: its rate."""
-    said = output(start(node, "run", "tc", "class", "show", "dev", INTERFACE))
-    words = [line.split() for line in said.splitlines()]
-    return {line[2]: line[line.index("rate") + 1] for line in words}

@@ -1,4 +1,4 @@
-"""Every kind of failure in runs by the real command line: the run comes through where a copy survives, and is as before."""
+"""Every kind of failure in runs by the real command line: a run goes on where a copy survives, and ends as ever."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def digests(ended: Run) -> dict[int, str]:
         pytest.param("torn-commit@rank=1,iteration=6,call=3", (), LOCAL, marks=SLOW),
         pytest.param("torn-commit@rank=1,iteration=6,call=2", FILES, FROM_FILES, marks=SLOW),
         pytest.param("oom@rank=1,iteration=6", (), LOCAL),
-        pytest.param("port-taken@rank=0,iteration=6", (), LOCAL),
+        pytest.param("port-taken@rank=0,iteration=6", (), LOCAL, marks=SLOW),
         pytest.param("stop@rank=1,iteration=6", (), LOCAL, marks=SLOW),
         pytest.param("group-loss@node=1,iteration=6", FILES, FROM_FILES, marks=SLOW),
     ],
@@ -136,6 +136,24 @@ def test_a_full_disk_stops_no_training(tmp_path: Path, reference: Run) -> None:
     assert ended.num_struck == 1
     assert 0 < ended.summary["effective"] < ended.summary["requested"]
     assert_as_before(ended, reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "note"),
+    [("group-loss@node=0", ""), ("corrupt@rank=1,where=disk", "damaged"), ("truncate@rank=1,where=disk", "damaged")],
+)
+def test_when_all_memory_is_lost_the_newest_checkpoint_on_disk_that_is_whole_is_taken(
+    fault: str, note: str, tmp_path: Path
+) -> None:
+    long = ("--iterations", "200", "--persist-every", "2")  # so that the writers have come to write some
+    undisturbed = run(tmp_path / "undisturbed", *long)
+    ended = run(tmp_path / "lost", *long, *faults(f"{fault},iteration=190"))
+    assert_ok(ended)
+    assert ended.sources[-1] == FROM_FILES
+    assert ended.resumed[-1] > 0
+    assert any(note in event.detail for event in ended.events if event.event == "resumed")
+    assert_as_before(ended, undisturbed)
 
 
 @pytest.mark.slow

@@ -10,8 +10,10 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
+from itertools import count
 from pathlib import Path
 from random import Random
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -334,6 +336,24 @@ def test_an_owner_that_comes_again_ends_the_connection_it_had(pair: Pair) -> Non
         first.sendall(Frame(Kind.BEGIN, 99, size=max(pair.host_store.iterations(OWNER))).pack())
         assert_serves(pair)
         assert first.recv(1) == b""
+
+
+def test_a_connection_that_comes_late_to_its_turn_does_not_end_a_newer_one(pair: Pair) -> None:
+    may_go_on, calls = threading.Event(), count()
+
+    def held_up(*arguments: Any) -> int:
+        owner, is_first = welcome(*arguments), next(calls) == 0
+        if is_first:
+            may_go_on.wait(DEADLINE_S)
+        return owner
+
+    with patch.object(host, "welcome", held_up), connect(pair) as first:
+        greet(first, ME, OWNER, HOST)
+        assert_serves(pair)
+        may_go_on.set()
+        assert first.recv(1) == b""
+        newest = max(pair.host_store.iterations(OWNER))
+        save(pair, newest + 1, keep=newest)
 
 
 # --- the owner's side

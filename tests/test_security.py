@@ -25,8 +25,9 @@ from capricorn.records import ITERATIONS, RUN, IterationSample, read_run, read_s
 from capricorn.runtime.slot import Layout
 from capricorn.runtime.store import NodeStore, RunLock, find_stores
 from capricorn.topology import Topology
+from tests.mounts import tmpfs
 from tests.replicas import Pair, fill, payload_of
-from tests.runs import LiveRun, assert_ok
+from tests.runs import LiveRun, assert_ok, fill_up
 
 LAYOUT = Layout(payload_bytes=10_000, block_bytes=4096, digest=1)
 NOBODY = 65534
@@ -170,6 +171,13 @@ def test_a_link_that_is_called_like_a_store_is_none_and_what_it_leads_to_stays(t
     assert find_stores(tmp_path) == []
     assert exit_code("clean", "--root", tmp_path) == 0
     assert (tmp_path / "home" / "letter").exists()
+
+
+def test_a_layout_that_finds_no_room_is_an_error_that_says_what_to_do() -> None:
+    with tmpfs(size="64k") as folder, closing(make_store(folder / "node0")) as store:
+        fill_up(folder / "hog")
+        with pytest.raises(StoreError, match=r"cannot write .*owner0\.json: No space left.*make room"):
+            store.write_manifest(0, "{}" * 10_000)
 
 
 # --- what is read

@@ -198,6 +198,23 @@ def test_nobody_but_rank_0_is_asked_or_believed(ends: Ends) -> None:
     assert ends.second.offset_s() is None
 
 
+def test_an_empty_datagram_that_comes_as_if_it_came_from_the_rank_itself_ends_nothing(ends: Ends) -> None:
+    ends.start()
+    ends.second._sock.sendto(b"", ends.second.address)
+    ends.first.tell(7)
+    assert ends.next() == (0, 7)
+
+
+@pytest.mark.parametrize("place", range(9))
+def test_a_datagram_with_any_byte_of_its_token_or_kind_changed_is_ignored(ends: Ends, place: int) -> None:
+    ends.start()
+    changed = bytearray(message())
+    changed[place] ^= 0x10
+    ends.send(bytes(changed))
+    ends.first.tell(7)
+    assert ends.next() == (0, 7)
+
+
 def test_lost_peers_do_no_harm(ends: Ends) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as gone:
         gone.bind((LOCAL, 0))

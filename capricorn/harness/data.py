@@ -146,9 +146,11 @@ def _train_bpe(sample: list[str], vocab_size: int) -> Any:
 
 
 def _is_sealed(path: Path) -> bool:
+    """Whether a file is there, whole, and an array of plain numbers."""
     try:
         content = memoryview(path.read_bytes())
-    except OSError:
+        np.load(path, mmap_mode="r")
+    except (OSError, ValueError):
         return False
     return xxhash.xxh3_64_digest(content[:-_SEAL_BYTES]) == content[-_SEAL_BYTES:]
 
@@ -160,7 +162,7 @@ def _write_sealed(path: Path, tokens: npt.NDArray[Any]) -> None:
     temporary = Path(name)
     try:
         with open(fd, "w+b") as file:
-            np.save(file, tokens)
+            np.save(file, tokens, allow_pickle=False)
             file.seek(0)
             file.write(xxhash.xxh3_64_digest(file.read()))
         temporary.replace(path)

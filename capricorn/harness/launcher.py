@@ -136,7 +136,7 @@ def _make_job(scenario: Scenario, run_id: str, run_dir: Path, store_dir: Path, t
             storage_dir, cluster.nodes, rate, emulation.storage_total_bytes_per_s if emulation is not None else None
         )
     files_dir = run_dir / CHECKPOINTS if scenario.storage.medium == "disk" else store_dir / "files"
-    files_dir.mkdir()
+    files_dir.mkdir(mode=0o700)
     return Job(
         run_id=run_id,
         scenario=scenario,

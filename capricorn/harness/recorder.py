@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from capricorn.emulation.pacer import Pacer
 from capricorn.harness.job import Job
@@ -163,7 +163,7 @@ class Recorder(TrainerHook):
         append(self._dir / OPS, sample)
 
 
-def _persists(now: Counters, before: Counters) -> dict[str, int]:
+def _persists(now: Counters, before: Counters) -> dict[str, Any]:
     """What became of checkpoints that were to go to disk."""
     return {name: getattr(now, name) - getattr(before, name) for name in PERSISTS}
 

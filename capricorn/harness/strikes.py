@@ -52,7 +52,12 @@ class Scene:
 
 def strike(fault: FaultSpec, scene: Scene) -> None:
     """Makes it happen; many kinds do not return."""
-    STRIKES[fault.kind](fault, scene)
+    # Whoever hears of the first thing that dies may end this process before it has come to the last.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        STRIKES[fault.kind](fault, scene)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def slow_tier(job: Job) -> list[Path]:
@@ -98,13 +103,13 @@ def _lose(nodes: Collection[int], scene: Scene) -> None:
     """Memory goes with the nodes. The death of an agent takes its workers along, our own last."""
     topology = scene.job.scenario.topology
     own = topology.node_of(scene.rank)
+    own_last = sorted(nodes, key=lambda node: node == own)
+    found = [registered(scene.job.run_dir, topology.ranks_of(node)[0]) for node in own_last]
     # All memory first: a node whose agent is gone is replaced at once, with a new store in the same place.
     for node in nodes:
         shutil.rmtree(scene.job.node_dir(node), ignore_errors=True)
-    for node in sorted(nodes, key=lambda node: node == own):
-        names = registered(scene.job.run_dir, topology.ranks_of(node)[0])
-        if names is not None:
-            names.agent.send(signal.SIGKILL)
+    for names in filter(None, found):
+        names.agent.send(signal.SIGKILL)
     if own in nodes:
         _kill_self()
 

@@ -5,11 +5,13 @@ Its threads only wait in system calls and checksum. Knows no tensor and no train
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
-from collections.abc import Callable, Mapping
-from typing import Final
+from collections.abc import Callable, Iterator, Mapping
+from itertools import count
+from typing import Final, NamedTuple
 
 from capricorn.errors import CapricornError, TransportError
 from capricorn.runtime.handshake import HANDSHAKE_TIMEOUT_S, Identity, welcome
@@ -38,6 +40,14 @@ BREATH_S: Final[Seconds] = 0.02
 """Between two attempts to accept while this process has no descriptor left."""
 
 
+class _Served(NamedTuple):
+    """The connection of an owner; the numbers say which came later."""
+
+    number: int
+    sock: socket.socket
+    thread: threading.Thread
+
+
 class ReplicaHost:
     """Listens on this node's own interface; one thread accepts and one serves each connection."""
 
@@ -56,8 +66,10 @@ class ReplicaHost:
         self._me, self._rank, self._store, self._timeout_s = me, rank, store, timeout_s
         self._gives_way, self._routes = gives_way, routes or {}
         self._layouts: dict[int, Layout] = {}
-        self._served: dict[int, tuple[socket.socket, threading.Thread]] = {}
+        self._served: dict[int, _Served] = {}
+        self._turns: dict[int, threading.Lock] = {}
         self._pending: dict[socket.socket, threading.Thread] = {}
+        self._numbers = count()
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._listener = socket.create_server((address, 0), backlog=256)
@@ -71,14 +83,15 @@ class ReplicaHost:
     def start(self, layouts: dict[int, Layout]) -> None:
         """Begins to accept the owners with these layouts, whose slots the store hosts already."""
         self._layouts = layouts
+        self._turns = {owner: threading.Lock() for owner in layouts}
         self._acceptor.start()
 
     def close(self) -> None:
         """Ends all threads and connections."""
         with self._lock:
             self._closing.set()
-            sockets = [*self._pending, *(sock for sock, _ in self._served.values())]
-            threads = [*self._pending.values(), *(thread for _, thread in self._served.values())]
+            sockets = [*self._pending, *(served.sock for served in self._served.values())]
+            threads = [*self._pending.values(), *(served.thread for served in self._served.values())]
         for sock in [self._listener, *sockets]:
             wake(sock)
         for thread in [self._acceptor, *threads]:
@@ -98,7 +111,8 @@ class ReplicaHost:
 
     def _admit(self, sock: socket.socket) -> None:
         self._drop_strangers(at_most=MAX_STRANGERS - 1)
-        thread = threading.Thread(target=self._serve, args=(sock,), name="capricorn-host", daemon=True)
+        arguments = (sock, next(self._numbers))
+        thread = threading.Thread(target=self._serve, args=arguments, name="capricorn-host", daemon=True)
         with self._lock:
             if self._closing.is_set():
                 sock.close()
@@ -117,15 +131,16 @@ class ReplicaHost:
                 wake(sock)
                 del self._pending[sock]
 
-    def _serve(self, sock: socket.socket) -> None:
+    def _serve(self, sock: socket.socket, number: int) -> None:
         if self._gives_way:
             give_way()
         try:
             set_deadline(sock, HANDSHAKE_TIMEOUT_S)
             owner = welcome(sock, self._me, self._rank, self._layouts)
-            self._take_over(owner, sock)
-            set_deadline(sock, self._timeout_s)
-            _Session(sock, self._store, owner, self._layouts[owner], self._me.attempt, self._routes.get(owner)).run()
+            with self._turn(owner, _Served(number, sock, threading.current_thread())):
+                set_deadline(sock, self._timeout_s)
+                layout, route = self._layouts[owner], self._routes.get(owner)
+                _Session(sock, self._store, owner, layout, self._me.attempt, route).run()
         except (CapricornError, OSError):
             # The owner sees its link end, counts the save as failed and says so; a stranger just ends.
             return
@@ -134,17 +149,23 @@ class ReplicaHost:
             with self._lock:
                 self._pending.pop(sock, None)
 
-    def _take_over(self, owner: int, sock: socket.socket) -> None:
+    @contextlib.contextmanager
+    def _turn(self, owner: int, mine: _Served) -> Iterator[None]:
         # An owner that comes again has lost its first connection; two writers must never share its slots.
         with self._lock:
             before = self._served.get(owner)
-            self._served[owner] = (sock, threading.current_thread())
-            self._pending.pop(sock, None)
+            if before is not None and before.number > mine.number:
+                raise TransportError(f"rank {owner} has come again meanwhile")
+            self._served[owner] = mine
+            self._pending.pop(mine.sock, None)
         if before is not None:
-            wake(before[0])
-            before[1].join(HANDSHAKE_TIMEOUT_S)
-            if before[1].is_alive():
-                raise TransportError(f"rank {owner} came again, and its first connection does not end")
+            wake(before.sock)
+        if not self._turns[owner].acquire(timeout=HANDSHAKE_TIMEOUT_S):
+            raise TransportError(f"rank {owner} came again, and its first connection does not end")
+        try:
+            yield
+        finally:
+            self._turns[owner].release()
 
 
 class _Session:

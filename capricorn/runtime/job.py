@@ -90,9 +90,9 @@ def _make_tier(folder: Path) -> Path:
 def _make_store(folder: Path, run_id: str, node: int, topology: Topology) -> Path:
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
-        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        NodeStore.create(folder / f"node{node}", run_id, node, topology)  # which refuses a folder of others
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         fcntl.flock(lock, fcntl.LOCK_SH)  # held, with its descriptor, until this process ends
     except OSError as error:
         raise StoreError(f"cannot make the store {folder}: {error.strerror}") from None
-    NodeStore.create(folder / f"node{node}", run_id, node, topology)
     return folder / f"node{node}"

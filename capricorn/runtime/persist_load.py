@@ -14,7 +14,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -24,7 +23,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from capricorn.errors import ConfigError, StoreError
 from capricorn.runtime.persistent import VALUE, Manifest, Stored, damage_of, hash_of, key_of
@@ -136,19 +134,18 @@ def read(folder: Path, manifest: Manifest, wanted: Mapping[str, Tensor]) -> None
     stored = {key: manifest.tensors[key] for key in wanted}
     _refuse(damage_of(folder, manifest, stored), folder)
     try:
-        load(
-            dict(wanted),
-            storage_reader=_Reader(folder, stored),
-            planner=DefaultLoadPlanner(**FLAT),
-            no_dist=True,
-        )
-    except CheckpointException as error:
-        cause, _ = next(iter(error.failures.values()))
-        if not isinstance(cause, Exception):
-            raise cause from None  # a signal that came meanwhile
-        raise StoreError(f"{folder.name} cannot be read: {cause}") from None
+        _read(_Reader(folder, stored), dict(wanted))
+    except Exception as error:  # noqa: BLE001 - the library raises what it likes
+        raise StoreError(f"{folder.name} cannot be read: {error}") from None
     wrong = [key for key, tensor in wanted.items() if hash_of(bytes_of(tensor)) != stored[key].xxh3]
     _refuse(dict.fromkeys(wrong, "is not what was saved"), folder)
+
+
+def _read(reader: _Reader, wanted: dict[str, Tensor]) -> None:
+    planner, metadata = DefaultLoadPlanner(**FLAT), reader.read_metadata()
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    planner.set_up_planner(wanted, metadata, is_coordinator=True)
+    reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
 
 
 def _refuse(damage: Mapping[str, str], folder: Path) -> None:
