@@ -150,7 +150,7 @@ def _is_sealed(path: Path) -> bool:
     try:
         content = memoryview(path.read_bytes())
         np.load(path, mmap_mode="r")
-    except (OSError, ValueError):
+    except (OSError, EOFError, ValueError):
         return False
     return xxhash.xxh3_64_digest(content[:-_SEAL_BYTES]) == content[-_SEAL_BYTES:]
 

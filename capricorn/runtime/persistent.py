@@ -10,11 +10,11 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, Self
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from capricorn.errors import ConfigError, StoreError
 from capricorn.runtime.slot import checksum
@@ -34,12 +34,12 @@ _NAME = re.compile(_PREFIX + r"\d{8,}")
 class Stored(Frozen):
     """One tensor: what it is, and the stretch of a file that holds it."""
 
-    dtype: str
+    dtype: str = Field(pattern=r"^(bool|u?int\d+|b?float\d+\w*|complex\d+)$")
     shape: tuple[int, ...]
     owner: int
     xxh3: str
     """Of its bytes."""
-    file: str
+    file: str = Field(pattern=r"^__\d+_0\.distcp$")
     offset: Bytes
     num_bytes: Bytes
     stretch_xxh3: str
@@ -155,11 +155,10 @@ def remove(folder: Path) -> None:
     """Takes its name at once, so that a death halfway leaves nothing that looks whole; then what is in it."""
     gone = folder.with_name(_REMOVED + folder.name.removeprefix("."))
     shutil.rmtree(gone, ignore_errors=True)
-    try:
+    # If it cannot be moved, whoever needs its name will fail and say so.
+    with suppress(OSError):
         folder.rename(gone)
-    except FileNotFoundError:
-        return
-    shutil.rmtree(gone, ignore_errors=True)
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def prune(root: Path, newest: int, keep: int) -> None:
