@@ -29,6 +29,8 @@ _CHECKSUM = struct.Struct("<Q")
 Tap: TypeAlias = Callable[[str], None]
 """Hears of each change right before it is made: `create`, `begin`, `block`, `commit`, `abort`, `manifest`."""
 _MADV_POPULATE_WRITE = 23  # not named by the mmap module of Python 3.11
+_POPULATED_BYTES: Final = 64 << 20
+"""At a time, since the call keeps the GIL: a rank whose threads are held up for seconds would count as frozen."""
 
 
 def checksum(data: memoryview | bytes) -> int:
@@ -250,7 +252,8 @@ def _claim(fd: int, path: Path, num_bytes: Bytes) -> None:
 def _prefault(mapping: mmap.mmap) -> None:
     # The first copy into cold pages costs 3-4 times a warm one, so pages are populated once, before training.
     try:
-        mapping.madvise(_MADV_POPULATE_WRITE)
+        for start in range(0, len(mapping), _POPULATED_BYTES):
+            mapping.madvise(_MADV_POPULATE_WRITE, start, min(_POPULATED_BYTES, len(mapping) - start))
     except OSError:  # kernel older than 5.14
         for offset in range(0, len(mapping), PAGE):
             mapping[offset] = mapping[offset]
