@@ -114,14 +114,8 @@ def test_a_lost_node_without_replicas_ends_the_run_and_never_starts_over(tmp_pat
     assert all(sample.loss == done[sample.rank, sample.iteration] for sample in ended.samples)
 
 
-def test_a_copy_damaged_after_the_kill_is_fetched_from_the_peer(tmp_path: Path, reference: Run) -> None:
-    with LiveRun(tmp_path, *faults("kill@rank=1,iteration=11")) as live:
-        live.wait(lambda: any(event.event == "failed" for event in live.events()), "the failure")
-        first = {int(event.detail.removeprefix("pid ")) for event in live.events() if event.event == "started"}
-        live.wait(lambda: first.isdisjoint(process.pid for process in live.processes()), "the end of all workers")
-        for path in (live.store() / "node1").glob("owner1.slot*"):
-            flip_byte(path, path.stat().st_size // 2)
-        ended = live.finish()
+def test_a_damaged_copy_is_named_and_fetched_from_the_peer(tmp_path: Path, reference: Run) -> None:
+    ended = run(tmp_path, *faults("corrupt@rank=1,iteration=11"))
     assert_ok(ended)
     assert ended.sources == [["local", "peer"]]
     resumed = [event.detail for event in ended.events if event.event == "resumed"]

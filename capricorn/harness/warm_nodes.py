@@ -27,7 +27,9 @@ from capricorn.units import Seconds
 
 STOP_TIMEOUT_S: Final[Seconds] = 10.0
 START_PATIENCE_S: Final[Seconds] = 300.0
-"""How long the first iteration of an attempt may take to come."""
+"""How long the first iteration of a run may take to come."""
+GATHER_S: Final[Seconds] = 0.03
+"""After a node was lost, how long to look whether others are, too."""
 UNREACHABLE: Final = 4
 _MESSAGE_BYTES: Final = 1024
 
@@ -93,10 +95,10 @@ class WarmNodes:
         self._begin()
 
     def wait(self, timeout_s: Seconds) -> None:
-        by_socket = {link.socket: node for node, link in self._links.items()}
-        ready, _, _ = select.select(list(by_socket), [], [], timeout_s)
-        failed = [node for sock in ready if self._hear(node := by_socket[sock])]
-        failed += [node for node in self._silent() if node not in failed]
+        num_nodes = len(self._links)
+        failed = self._listen(timeout_s) + self._silent()
+        if len(self._links) < num_nodes:
+            failed += self._gather()
         if failed:
             self._again(failed[0])
         elif self._is_stuck():
@@ -109,8 +111,7 @@ class WarmNodes:
 
     def progressed(self) -> None:
         now_s = time.monotonic()
-        if self._progress_s is not None:
-            self._longest_s = max(self._longest_s, now_s - self._progress_s)
+        self._longest_s = max(self._longest_s, now_s - (self._progress_s or self._began_s))
         self._progress_s = now_s
 
     def stop(self) -> None:
@@ -156,6 +157,19 @@ class WarmNodes:
             self._on_replace(lost)
             self._start_node(lost)
         self._begin()
+
+    def _gather(self) -> list[int]:
+        """Nodes that fail together with one that was lost, so that they are replaced together."""
+        end_s, failed = time.monotonic() + GATHER_S, list[int]()
+        while (left_s := end_s - time.monotonic()) > 0:
+            failed += self._listen(left_s)
+        return failed
+
+    def _listen(self, timeout_s: Seconds) -> list[int]:
+        """Nodes by which the attempt has failed, as they say within that time, or as soon as one says something."""
+        by_socket = {link.socket: node for node, link in self._links.items()}
+        ready, _, _ = select.select(list(by_socket), [], [], timeout_s)
+        return [node for sock in ready if self._hear(node := by_socket[sock])]
 
     def _hear(self, node: int) -> bool:
         """Takes what a node says; whether the attempt has failed by it."""
@@ -203,7 +217,8 @@ class WarmNodes:
         """Whether no iteration has come for ten times as long as any took, and for longer than waits are bounded."""
         now_s = time.monotonic()
         if self._progress_s is None:
-            return now_s - self._began_s > START_PATIENCE_S
+            patience_s = max(self._least_patience_s, 10 * self._longest_s) if self._longest_s else START_PATIENCE_S
+            return now_s - self._began_s > patience_s
         return now_s - self._progress_s > max(self._least_patience_s, 10 * self._longest_s)
 
     def _note(self, rank: int, detail: str) -> None:
