@@ -5,16 +5,14 @@ It outlives no trainer, and takes only the CPU time that training leaves. Knows 
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from pathlib import Path
 
 from capricorn.process import die_with_parent
+from capricorn.runtime.priority import give_way
 from capricorn.units import Bytes, Seconds
 from capricorn.values import Frozen
-
-NICENESS = 19
 
 
 class Work(Frozen):
@@ -58,7 +56,7 @@ def main() -> None:
     """Carries out orders until there are no more."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # that of a terminal is for the trainer
-    os.nice(NICENESS)
+    give_way()
     work = Work.model_validate_json(sys.argv[1])
     # Not before, so that importing torch gives way to training too.
     from capricorn.runtime.persist_writer import write_checkpoint
