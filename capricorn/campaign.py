@@ -160,13 +160,15 @@ def counts(cases: Iterable[Case]) -> dict[str, int]:
 
 
 def must_pass(case: Case) -> bool:
-    """Whether the case counts: Capricorn, of which a copy survived."""
+    """Whether the case counts: Capricorn, of which a copy survived, or which has gone on with something else."""
     judgement = case.judgement
-    return judgement is not None and case.system.partition(":")[0] == CAPRICORN and judgement.survives
+    if judgement is None or case.system.partition(":")[0] != CAPRICORN:
+        return False
+    return judgement.survives or judgement.verdict == "SILENT_DIVERGENCE"
 
 
 def succeeded(record: CampaignRecord) -> bool:
-    """Whether Capricorn passed wherever a copy survived, and no system trained otherwise without a failure."""
+    """Whether Capricorn passed wherever it counts, and trained as it should without a failure."""
     missed = [case for case in record.cases if must_pass(case) and case.judgement and case.judgement.verdict != "PASS"]
-    ours = [run for run in record.undisturbed if run.system.partition(":")[0] == CAPRICORN and run.difference]
-    return not missed and not ours
+    wrong = [run for run in record.undisturbed if run.system.partition(":")[0] == CAPRICORN and run.difference]
+    return not missed and not wrong

@@ -78,6 +78,8 @@ class MeasuredEconomics(Frozen):
     """Blocking time of one checkpoint, in a short run with one in every iteration."""
     complete_s: Seconds
     """From the end of an iteration until its checkpoint was complete, there."""
+    iteration_s: Seconds = 0.0
+    """Of one iteration without checkpoints and failures, right before and after the run."""
     failure: str = ""
     """What ended the run early; then nothing was measured."""
     run_id: str = ""
@@ -109,6 +111,6 @@ class Economics(Frozen):
     mtbf_s: Seconds
     node_loss_frac: float
     iteration_s: Seconds | None = None
-    """Of one iteration without checkpoints and failures; None until it was measured."""
+    """Of one iteration without checkpoints and failures, by which the schedule was drawn; None before that."""
     schedule: tuple[FaultSpec, ...] = ()
     rows: tuple[MeasuredEconomics, ...] = ()

@@ -13,8 +13,8 @@ from capricorn.errors import CapricornError
 from capricorn.faults import FaultSpec
 from capricorn.resolve import override
 from capricorn.verdict import Outcome, difference, reference_of, survives
+from tests.judged import digests, event, judged, outcome, recovery, sample, undisturbed
 from tests.recorded import NUM_ITERATIONS, NUM_RANKS, scenario
-from tests.struck import digests, event, judged, outcome, recovery, sample, undisturbed
 
 LAST = NUM_ITERATIONS
 

@@ -18,14 +18,13 @@ from capricorn.units import Seconds, format_seconds
 from capricorn.verdict import PHASES, Outcome
 
 HEAD = (
-    "system", "every", "failures", "wall", "ETTR", "predicted", "checkpointing", "redone", "recovery",
-    "a failure", "predicted",
+    "system", "every", "n", "wall", "ETTR", "formula", "ckpt", "redone", "recovery", "each", "formula",
 )  # fmt: skip
 LEGEND = (
-    "ETTR: time of the iterations without checkpoints and failures / time that training took; predicted from interval, "
-    "blocking time and mean recovery: (1 - (tau/2 + R)/M) / (1 + delta/tau). Wasted: stalls and slower iterations, "
-    "iterations done again, recoveries. A failure: redone and recovery / failures, beside Gemini's "
-    "t_ckpt + 1/(2f) + t_retrieve."
+    "ETTR: time of the iterations without checkpoints and failures / time that training took; its formula, with "
+    "interval, blocking time and mean recovery as measured: (1 - (tau/2 + R)/M) / (1 + delta/tau). n: failures. "
+    "Wasted: ckpt, stalls and slower iterations; redone, iterations done again; recovery. Each: redone and recovery of "
+    "a failure; its formula, Gemini's: t_ckpt + 1/(2f) + t_retrieve."
 )
 
 
@@ -69,7 +68,7 @@ def measured(
     planned: MeasuredEconomics, outcome: Outcome, *, iteration_s: Seconds, num_iterations: int, mtbf_s: Seconds
 ) -> MeasuredEconomics:
     """The system with what its run under the schedule came to."""
-    facts = {"run_id": outcome.run_id, "failure": outcome.failure}
+    facts = {"run_id": outcome.run_id, "failure": outcome.failure, "iteration_s": iteration_s}
     if outcome.failure:
         return planned.model_copy(update=facts)
     begin_s = max(e.at_s for e in outcome.events if e.event == "ready" and e.attempt == 0)
@@ -155,7 +154,7 @@ def economics_markdown(economics: Economics) -> str:
 def _title(economics: Economics) -> str:
     mode = economics.rows[0].mode if economics.rows else ""
     iteration = "" if economics.iteration_s is None else f", iterations of {format_seconds(economics.iteration_s)}"
-    what = f"{len(economics.schedule)} failures, MTBF {format_seconds(economics.mtbf_s)}{iteration}"
+    what = f"{len(economics.schedule)} failures, MTBF {format_seconds(economics.mtbf_s)}{iteration}; all in seconds"
     return f"{mode}: {what}" if mode else what
 
 
@@ -165,10 +164,10 @@ def _cells(row: MeasuredEconomics) -> tuple[str, ...]:
     a_failure_s = (row.redone_s + row.recovery_s) / row.num_failures if row.num_failures else None
     wasted = (row.checkpointing_s, row.redone_s, row.recovery_s, a_failure_s, row.predicted_wasted_s)
     return (
-        row.system, str(row.every), str(row.num_failures), format_seconds(row.wall_s), f"{row.ettr:.3f}",
+        row.system, str(row.every), str(row.num_failures), f"{row.wall_s:.1f}", f"{row.ettr:.3f}",
         NONE if row.predicted_ettr is None else f"{row.predicted_ettr:.3f}", *map(_seconds, wasted),
     )  # fmt: skip
 
 
 def _seconds(value: Seconds | None) -> str:
-    return NONE if value is None else f"{value:.3g} s"
+    return NONE if value is None else f"{value:.2f}"
