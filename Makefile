@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: run test lint bench clean
+.PHONY: run test lint bench faults clean
 
 run: $(VENV)/.installed
 	$(BIN)/capricorn-bench run --model mixtral-small --ckpt every-iter
@@ -16,6 +16,10 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+# Every kind of failure four times; fails unless Capricorn goes on bit for bit wherever a copy survives.
+faults: $(VENV)/.installed
+	$(BIN)/capricorn-bench faults --count 64 --out build/faults
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks

@@ -49,22 +49,50 @@ def _duration(context: click.Context, parameter: click.Parameter, text: str | No
 
 
 @click.command(context_settings={"default_map": DEFAULTS})
-@click.option("--systems", multiple=True, callback=_listed, default=[DEFAULT_SYSTEMS], metavar="A,B:KEY=VALUE,...",
-              show_default=DEFAULT_SYSTEMS, help="what is struck, each with settings of its own; see `list systems`")
-@click.option("--kinds", multiple=True, callback=_listed, metavar="K,K",
-              help="of the failures that are drawn, see `list faults`  [default: all that apply]")
-@click.option("--count", type=click.IntRange(min=1), default=DEFAULT_COUNT, show_default=True,
-              help="failures to draw from --seed, where no --fault is given")
-@click.option("--mtbf", callback=_duration, metavar="TIME",
-              help="instead: failures at random times with this mean between them, as in 30s, and what they cost")
-@click.option("--node-loss-frac", type=click.FloatRange(0, 1), default=0.1, show_default=True,
-              help="of these failures, the part that takes the memory of a node along")
+@click.option(
+    "--systems",
+    multiple=True,
+    callback=_listed,
+    default=[DEFAULT_SYSTEMS],
+    metavar="A,B:KEY=VALUE,...",
+    show_default=DEFAULT_SYSTEMS,
+    help="what is struck, each with settings of its own; see `list systems`",
+)
+@click.option(
+    "--kinds",
+    multiple=True,
+    callback=_listed,
+    metavar="K,K",
+    help="of the failures that are drawn, see `list faults`  [default: all that apply]",
+)
+@click.option(
+    "--count",
+    type=click.IntRange(min=1),
+    default=DEFAULT_COUNT,
+    show_default=True,
+    help="failures to draw from --seed, where no --fault is given",
+)
+@click.option(
+    "--mtbf",
+    callback=_duration,
+    metavar="TIME",
+    help="instead: failures at random times with this mean between them, as in 30s, and what they cost",
+)
+@click.option(
+    "--node-loss-frac",
+    type=click.FloatRange(0, 1),
+    default=0.1,
+    show_default=True,
+    help="of these failures, the part that takes the memory of a node along",
+)
 @click.option("--keep-runs", is_flag=True, help="keep the folders of runs that passed, too")
-@click.option("--resume", type=click.Path(path_type=Path), metavar="FOLDER",
-              help="make the runs that are missing in it")
+@click.option(
+    "--resume", type=click.Path(path_type=Path), metavar="FOLDER", help="make the runs that are missing in it"
+)
 @click.option("--repro", is_flag=True, help="print the command that repeats each case, and start nothing")
-@click.option("--case", "number", type=click.IntRange(min=0), metavar="N",
-              help="only the failure of that number, from 0")
+@click.option(
+    "--case", "number", type=click.IntRange(min=0), metavar="N", help="only the failure of that number, from 0"
+)
 @unresolved_options
 @output_options
 def faults(

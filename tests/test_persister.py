@@ -112,7 +112,7 @@ def kill_the_writer(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
     """Rank 1's writer is killed with iteration 2 in its hands; iteration 4 comes after all is settled."""
     me, root = Rank(rank, num_ranks, Path(folder)), Path(folder) / "tier"
     root.mkdir(exist_ok=True)
-    system = me.attach(root, 0, PersistConfig(every=2, timeout_s=4.0))
+    system = me.attach(root, 0, PersistConfig(every=2, timeout_s=30.0))
     train(me, system, 1, 2)
     system._finish(PATIENCE_S)
     if rank == 1:
@@ -138,7 +138,7 @@ def test_a_killed_writer_costs_one_checkpoint_on_disk_and_is_replaced(tmp_path: 
 
 def fill_the_disk(rank: int, num_ranks: int, folder: str, root: str) -> dict[str, Any]:
     """The disk is full from iteration 3 to 4, and has room again from 5 on."""
-    me, persist = Rank(rank, num_ranks, Path(folder)), PersistConfig(every=2, timeout_s=20.0)
+    me, persist = Rank(rank, num_ranks, Path(folder)), PersistConfig(every=2, timeout_s=60.0)
     system, filling = me.attach(Path(root), 0, persist), Path(root) / ".filling"
     train(me, system, 1, 2)
     system.drain(PATIENCE_S)

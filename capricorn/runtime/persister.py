@@ -5,6 +5,7 @@ Decides alike on all ranks, never waits for a disk, and knows no file format: a 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import subprocess
@@ -33,7 +34,7 @@ class Persister:
     """
 
     def __init__(self, job: JobContext, store: NodeStore, counters: Counters) -> None:
-        """Removes, on rank 0, what dead attempts have left half written; the writer starts with the first persist."""
+        """Removes, on rank 0, what dead attempts have left half written."""
         self._job, self._store, self._counters = job, store, counters
         self._every = job.persist.every if job.persist_dir is not None else 0
         self._last = 0
@@ -46,6 +47,12 @@ class Persister:
         self._writer: _Writer | None = None
         if self._every and job.rank == 0 and job.persist_dir is not None:
             sweep(job.persist_dir)
+
+    def start(self) -> None:
+        """Starts the writer, whose imports would hold up the first checkpoint by seconds; the layout is in the store."""
+        if self._every:
+            with contextlib.suppress(OSError):  # it is tried again, and told, with the first checkpoint
+                self._writer = _Writer(self._work())
 
     @property
     def num_slots(self) -> int:

@@ -98,6 +98,7 @@ class ReplicatingSystem(CheckpointSystem):
         tier = PersistentTier(job, job.persist_dir, store, state.entries) if job.persist_dir is not None else None
         mine = [job.rank, *owners]
         self._recovery = Recovery(job.rank, job.control_group, store, mine, self._links, job.attempt, tier)
+        self._persister.start()
 
     def on_iteration_begin(self, iteration: int) -> None:
         self._scheduler.on_iteration_begin(iteration)
