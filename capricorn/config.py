@@ -162,6 +162,12 @@ class SystemConfig(Frozen):
     send_buffer_bytes: ByteCount = Field(default=128 * KIB, ge=4096, description="SO_SNDBUF of checkpoint sockets")
     give_way: bool = Field(default=True, description="sending and receiving take only CPU time that nobody else wants")
     timeout_s: float = Field(default=30.0, gt=0, description="deadline of every wait on a peer")
+    max_lost: int = Field(
+        default=1,
+        ge=1,
+        le=2,
+        description="finished iterations that may be lost; with 2 a late save holds up nothing yet",
+    )
 
 
 class StoreConfig(Frozen):

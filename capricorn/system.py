@@ -130,6 +130,12 @@ class Counters:
     """Due while a writer was busy."""
     last_persist_failure: str = ""
 
+    def complaint(self, rank: int) -> str:
+        """What has failed so far on that rank, in words; empty if nothing has."""
+        if not self.failed_saves:
+            return ""
+        return f"{self.failed_saves} saves failed on rank {rank}, the last one: {self.last_failure}"
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkEvent:

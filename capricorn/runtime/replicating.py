@@ -120,9 +120,7 @@ class ReplicatingSystem(CheckpointSystem):
     def before_update(self, iteration: int) -> None:
         self._scheduler.learn()
         if self._waiting is not None:
-            begin_s = time.perf_counter()
-            self._settle(self._timeout_s)
-            self._scheduler.overflow(time.perf_counter() - begin_s)
+            self._overflow()
             self._start(self._waiting)
         save = self._completion.pending
         if save is not None:
@@ -140,12 +138,16 @@ class ReplicatingSystem(CheckpointSystem):
             return
         self._forget_after(0)
         self._state.capture()
-        if is_free:
-            self._start(iteration)
-        else:
-            self._waiting = iteration
+        if not is_free:
             self._scheduler.overdue()
-            self._ask()
+            if self._job.config.max_lost == 1:
+                # An iteration must not end before the one before it is complete, or a lost node would cost both.
+                self._overflow()
+            else:
+                self._waiting = iteration
+                self._ask()
+        if self._waiting is None:
+            self._start(iteration)
 
     def on_iteration_end(self, iteration: int) -> None:
         assert self._executor is not None
@@ -161,7 +163,7 @@ class ReplicatingSystem(CheckpointSystem):
     def drain(self, timeout_s: Seconds) -> None:
         self._finish(timeout_s)
         self._persister.finish(self._job.persist.timeout_s)
-        complaints = [_complaint(self._counters, self._job.rank), self._persister.complaint()]
+        complaints = [self._counters.complaint(self._job.rank), self._persister.complaint()]
         if any(complaints):
             raise CapricornError("; ".join(filter(None, complaints)))
 
@@ -301,6 +303,12 @@ class ReplicatingSystem(CheckpointSystem):
         self._ask()
         self._learn()
 
+    def _overflow(self) -> None:
+        """Blocks until the save on its way has settled on all ranks, which is charged to it."""
+        begin_s = time.perf_counter()
+        self._settle(self._timeout_s)
+        self._scheduler.overflow(time.perf_counter() - begin_s)
+
     def _finish(self, timeout_s: Seconds) -> None:
         """Blocks until all that was requested is in place or has failed, also what could not start yet."""
         self._settle(timeout_s)
@@ -322,10 +330,3 @@ class ReplicatingSystem(CheckpointSystem):
         lost = [link.host for link in self._links if link.host not in holders]
         plan = self._scheduler.plan(iteration, None)
         self._completion.expect(self._executor.resend(iteration, plan, lost))
-
-
-def _complaint(counters: Counters, rank: int) -> str:
-    """What has failed so far, in words."""
-    if not counters.failed_saves:
-        return ""
-    return f"{counters.failed_saves} saves failed on rank {rank}, the last one: {counters.last_failure}"
