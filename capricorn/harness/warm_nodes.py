@@ -77,7 +77,8 @@ class WarmNodes:
         scenario = job.scenario
         self._topology, self._launch = scenario.topology, scenario.launch
         self._restarts_left = self._launch.max_restarts + 2 * len(scenario.faults)
-        self._least_patience_s = 1.5 * scenario.system.timeout_s
+        waits_s = (scenario.system.timeout_s, scenario.persist.timeout_s if scenario.persist.every else 0.0)
+        self._least_patience_s = 1.5 * max(waits_s)
         self._links: dict[int, _Link] = {}
         self._attempt = -1
         self._done: set[int] = set()

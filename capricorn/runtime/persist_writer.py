@@ -33,6 +33,7 @@ from capricorn.runtime.persistent import (
     Part,
     Stored,
     folder_of,
+    given_up_of,
     hash_of,
     key_of,
     mapped,
@@ -58,7 +59,11 @@ def write_checkpoint(work: Work, order: Order) -> Answer:
         part = _write_part(work, order, folder)
         finish(work, order, folder)
     except Exception as error:  # noqa: BLE001 - a library raises what it likes, and training goes on
+        given_up = given_up_of(folder)
         if work.rank == 0:
+            with contextlib.suppress(OSError):
+                given_up.mkdir()
+        if work.rank == 0 or given_up.exists():
             remove(folder)
         return Answer(iteration=order.iteration, failure=in_words(error))
     return Answer(iteration=order.iteration, num_bytes=sum(part.files.values()))
@@ -209,8 +214,9 @@ def _complete(work: Work, order: Order, folder: Path) -> None:
 
 
 def _wait_for_rank_0(work: Work, order: Order, folder: Path) -> None:
-    _wait_for(lambda: not folder.exists(), work, "rank 0 to complete it")
-    if not folder_of(work.root, order.iteration).exists():
+    given_up = given_up_of(folder)
+    _wait_for(lambda: given_up.exists() or not folder.exists(), work, "rank 0 to complete it")
+    if given_up.exists() or not folder_of(work.root, order.iteration).exists():
         raise StoreError("rank 0 gave it up")
 
 

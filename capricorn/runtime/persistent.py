@@ -117,6 +117,11 @@ def temporary_of(root: Path, iteration: int, attempt: int) -> Path:
     return root / f"{_TEMPORARY}{_PREFIX}{iteration:08}-{attempt}"
 
 
+def given_up_of(folder: Path) -> Path:
+    """What lies beside it once rank 0 has given it up: others may be late, and make the folder again."""
+    return folder.with_name(f"{folder.name}-given-up")
+
+
 def iterations_in(root: Path) -> list[int]:
     """Of all checkpoints that once were complete, ascending."""
     return sorted(iteration_of(path) for path in _listed(root) if is_checkpoint(path))

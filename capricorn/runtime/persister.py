@@ -49,7 +49,7 @@ class Persister:
             sweep(job.persist_dir)
 
     def start(self) -> None:
-        """Starts the writer, whose imports would hold up the first checkpoint by seconds; the layout is in the store."""
+        """Starts the writer, whose imports would hold up the first checkpoint by seconds."""
         if self._every:
             with contextlib.suppress(OSError):  # it is tried again, and told, with the first checkpoint
                 self._writer = _Writer(self._work())
