@@ -140,14 +140,12 @@ class ReplicatingSystem(CheckpointSystem):
         self._state.capture()
         if not is_free:
             self._scheduler.overdue()
-            if self._job.config.max_lost == 1:
-                # An iteration must not end before the one before it is complete, or a lost node would cost both.
-                self._overflow()
-            else:
+            if self._job.config.max_lost > 1:
                 self._waiting = iteration
                 self._ask()
-        if self._waiting is None:
-            self._start(iteration)
+                return
+            self._overflow()  # or a node that is lost before the save has settled would cost two finished iterations
+        self._start(iteration)
 
     def on_iteration_end(self, iteration: int) -> None:
         assert self._executor is not None
