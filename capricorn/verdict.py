@@ -191,10 +191,10 @@ def _decimal(loss: str) -> str:
 def allowed_iterations(scenario: Scenario, recovery: RecoverySample, on_disk: Sequence[int] = ()) -> int:
     """How many finished iterations that recovery may do again; `on_disk` is what the slow tier could give.
 
-    One checkpoint at a time is on its way, and is complete when the next is made (or, with `max_lost` 2, the one after
-    that): so of checkpoints every N iterations the newest complete one is at most 2 N - 1 behind. The same holds for the
-    slow tier, on top of the fast one, unless checkpoints were skipped since its writer was busy: then the newest on disk
-    is what it has to give.
+    One checkpoint at a time is on its way, and is complete when the next is made (`max_lost` 2: the one after it):
+    so of checkpoints every N iterations the newest complete one is at most 2 N - 1 behind. The same holds for the slow
+    tier, on top of the fast one, unless checkpoints were skipped since its writer was busy: then the newest on disk is
+    what it has to give.
     """
     system = scenario.system
     if not system.every:

@@ -22,7 +22,7 @@ from capricorn.resolve import override
 from capricorn.scale import scale
 
 from .experiment import given
-from .options import scenario_from, unresolved_options
+from .options import refuse_shared_tier, scenario_from, unresolved_options
 
 SETTINGS = ("gemini.profile_iterations=2", "gemini.mu=0.9")
 """So that Gemini makes checkpoints in runs as short as these; what is given by --set goes before."""
@@ -55,6 +55,7 @@ def planned(context: click.Context) -> CampaignRecord:
     settings = options["assignments"]
     asked = {name: options[name] for name in _scenario_names() - {"faults", "assignments"}}
     scenario = scenario_from(**asked, system=variants[0].system, assignments=(*SETTINGS, *settings))
+    refuse_shared_tier(scenario)
     started = datetime.now(UTC)
     record = CampaignRecord(
         campaign_id=f"{started:%Y%m%d-%H%M%S}-faults-{scenario.model.name}-{secrets.token_hex(2)}",

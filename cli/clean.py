@@ -1,4 +1,4 @@
-"""`capricorn-bench clean`: reaps what dead runs left in memory."""
+"""`capricorn-bench clean`: reaps what dead runs and campaigns left in memory."""
 
 from __future__ import annotations
 
@@ -18,12 +18,16 @@ from .output import console
               help="folder of the stores, as store.root of the runs")  # fmt: skip
 @click.option("-n", "--dry-run", is_flag=True, help="list them only")
 def clean(root: Path, dry_run: bool) -> int:
-    """Remove the stores of dead runs; one of a live run is never touched."""
+    """Remove the stores of dead runs, and small file systems of dead campaigns; what is alive is never touched."""
     from capricorn.runtime.store import find_stores, remove_store
+
+    from .campaign_ground import remove_leftovers
 
     if not root.is_dir():
         raise ConfigError(f"--root {root}: no such folder")
     freed, out = 0, console()
+    if not dry_run:
+        remove_leftovers()
     for store in find_stores(root):
         if not store.live and not dry_run:
             try:

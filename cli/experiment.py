@@ -15,7 +15,7 @@ from capricorn.errors import ConfigError, unknown_name
 from capricorn.registry import check_system
 from capricorn.resolve import override, read_toml
 
-from .options import scenario_from
+from .options import refuse_shared_tier, scenario_from
 
 COMPARISONS, LABEL, OUT, STDLIB = "comparisons", "label", "out", "stdlib"
 SETTINGS = "assignments"
@@ -123,6 +123,7 @@ def _planned(label: str, asked: Mapping[str, Any]) -> PlannedComparison:
     variants, repeats = parse_variants(options.pop("systems")), options.pop("repeats")
     _refuse_system(options[SETTINGS])
     scenario = scenario_from(**options, system=variants[0].system)
+    refuse_shared_tier(scenario)
     settings = settings_of(scenario)
     scenario = override(scenario, _absolute(f"{key}={settings[key]}" for key in PATHS))
     variants = tuple(each.model_copy(update={"assignments": tuple(_absolute(each.assignments))}) for each in variants)

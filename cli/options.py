@@ -92,6 +92,15 @@ def output_options(command: Command) -> Command:
     return _decorate(command, _OUTPUT_OPTIONS)
 
 
+def refuse_shared_tier(scenario: Scenario) -> None:
+    """Raises ConfigError if several runs would find each other's checkpoints in one --persist-dir."""
+    if scenario.persist.dir:
+        raise ConfigError(
+            f"--persist-dir {scenario.persist.dir}: several runs would go on from each other's checkpoints there; "
+            "leave it out, and each has a folder of its own"
+        )
+
+
 def _decorate(command: Command, options: Sequence[Callable[[Command], Command]]) -> Command:
     for option in reversed(options):
         command = option(command)

@@ -12,7 +12,7 @@ from capricorn.errors import ConfigError
 from capricorn.records import RECOVERIES, RUN, RecoverySample, RunRecord, read_run, read_samples
 from capricorn.sizing import needs_of
 
-from .options import output_options, scenario_options, system_option
+from .options import output_options, refuse_shared_tier, scenario_options, system_option
 from .output import console, print_json
 
 
@@ -28,6 +28,8 @@ def run(scenario: Scenario, repeats: int, out: Path, as_json: bool, quiet: bool,
     if dry_run:
         _show_plan(scenario, as_json)
     require(scenario)
+    if repeats > 1:
+        refuse_shared_tier(scenario)
     if dry_run:
         return 0
     if scenario.emulation is not None and not (quiet or as_json):
