@@ -9,8 +9,12 @@ import signal
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent() -> None:
-    """From now on the kernel kills this process when its parent ends, however the parent ends."""
+def die_with_parent(parent: int | None = None) -> None:
+    """From now on the kernel kills this process when its parent ends, however the parent ends.
+
+    Who knows the parent names it: in a container it may be process 1, which else is what adopts orphans.
+    """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == 1:  # the parent was gone before the call
+    is_orphan = os.getppid() == 1 if parent is None else os.getppid() != parent
+    if is_orphan:  # the parent was gone before the call
         os.kill(os.getpid(), signal.SIGKILL)

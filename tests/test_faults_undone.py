@@ -19,7 +19,8 @@ from capricorn.emulation.ground import Loopback
 from capricorn.emulation.link import Link, create_links
 from capricorn.emulation.reshape import reshape
 from capricorn.emulation.shaping import INTERFACE, cutting, mending, slowing
-from capricorn.harness import cgroup, strikes
+from capricorn.errors import ConfigError
+from capricorn.harness import ballast, cgroup, strikes
 from capricorn.harness.job import Job
 from capricorn.harness.registered import register_worker, registered
 from capricorn.harness.repairs import Repairs
@@ -225,3 +226,11 @@ def shaped(node: Entry) -> dict[str, str]:
     said = output(start(node, "run", "tc", "class", "show", "dev", INTERFACE))
     words = [line.split() for line in said.splitlines()]
     return {line[2]: line[line.index("rate") + 1] for line in words}
+
+
+def test_a_file_system_without_a_limit_is_never_filled() -> None:
+    with tmpfs("0") as folder:
+        assert "has no limit" in ballast.why_not_fill(folder)
+        with pytest.raises(ConfigError, match="has no limit"):
+            ballast.fill(folder)
+        assert list(folder.iterdir()) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -130,3 +131,29 @@ def test_twenty_kills_of_four_ranks_in_a_row_lose_nothing_that_was_complete(tmp_
     changes = [len(pids(ended.events, i).items() - pids(ended.events, i - 1).items()) for i in range(3, 21)]
     assert changes == [1] * 18, "survivors did not stay"
     assert max(ended.lost) <= 1
+
+
+def test_a_successor_that_dies_before_it_trains_leaves_survivors_where_they_are(tmp_path: Path) -> None:
+    with LiveRun(tmp_path, "--iterations", "200") as live:
+        live.wait_iteration(5)
+        before = pids(live.events(), 0)
+        os.kill(before[1], signal.SIGKILL)
+        second = live.wait(lambda: pids(live.events(), 1).get(1), "the successor")
+        os.kill(second, signal.SIGKILL)
+        ended = live.finish()
+    assert_ok(ended)
+    assert not [failure for failure in failures(ended) if "AttributeError" in failure]
+    assert pids(ended.events, max(event.attempt for event in ended.events))[0] == before[0]
+
+
+def test_a_launcher_may_be_the_first_process_of_a_container(tmp_path: Path) -> None:
+    if refusal := why_no_pid_namespace():
+        pytest.skip(refusal)
+    ended = run(tmp_path, prefix=("unshare", "--pid", "--fork", "--kill-child", "--mount-proc"))
+    assert_ok(ended)
+
+
+def why_no_pid_namespace() -> str:
+    command = ["unshare", "--pid", "--fork", "--mount-proc", "true"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stderr.strip() if done.returncode else ""

@@ -22,9 +22,18 @@ def reshape(entry: Entry, script: str) -> None:
         FabricError: one of its lines failed.
     """
     command = [*entry.prefix, "capricorn.emulation.reshape"]
-    done = subprocess.run(
-        command, input=script, capture_output=True, text=True, pass_fds=entry.pass_fds, timeout=TIMEOUT_S, check=False
-    )
+    try:
+        done = subprocess.run(
+            command,
+            input=script,
+            capture_output=True,
+            text=True,
+            pass_fds=entry.pass_fds,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise FabricError(f"cannot change a link: not done within {TIMEOUT_S:g} s") from None
     if done.returncode:
         raise FabricError(f"cannot change a link: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}")
 

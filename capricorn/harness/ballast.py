@@ -20,6 +20,8 @@ def why_not_fill(folder: Path) -> str:
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     stat = os.statvfs(there)
     size = stat.f_blocks * stat.f_frsize
+    if size == 0:
+        return f"the file system of {there} has no limit; mount a small tmpfs and put it there"
     if size < MAX_BYTES:
         return ""
     return (
@@ -39,7 +41,7 @@ def fill(folder: Path) -> None:
     path, size = folder / BALLAST, 0
     with path.open("ab") as file:
         for step in (MIB, 4096):
-            while _claim(file.fileno(), size, step):
+            while size < MAX_BYTES and _claim(file.fileno(), size, step):
                 size += step
 
 

@@ -45,6 +45,8 @@ def make(name: str) -> Path:
     for version in _versions():
         folder = version.parent / name
         with contextlib.suppress(OSError):
+            folder.rmdir()  # of an earlier failure of the same rank, which has ended
+        with contextlib.suppress(OSError):
             folder.mkdir()
             if os.access(folder / version.limit, os.W_OK):
                 return folder

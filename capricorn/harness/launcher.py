@@ -1,6 +1,6 @@
 """Runs a scenario on this machine from start to record: store, processes, watching, replacing lost nodes, clean-up.
 
-Knows no torch; what trains are the workers that torchrun starts.
+Knows no torch; what trains are the ranks, which it has forked or started by torchrun.
 """
 
 from __future__ import annotations
@@ -188,9 +188,11 @@ class _Run:
             self._tell()
             raise CapricornError(self._describe_failure(error.node)) from None
         finally:
-            nodes.stop()
-            self._tell()
-            self._repairs.close()
+            try:
+                nodes.stop()
+                self._tell()
+            finally:
+                self._repairs.close()
             append(self._job.run_dir / CPU, meter.sample())
 
     def _make_nodes(self, log_dir: Path) -> Nodes:

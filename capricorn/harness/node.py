@@ -5,6 +5,7 @@ Forked itself from a warm process, so that its ranks have torch imported; the la
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -29,7 +30,7 @@ BEAT_S: Final = 0.25
 """Between two signs of life of a rank to its node, and of a node to the launcher."""
 LEAVE_S: Final = 1.0
 """What a rank is given to leave an attempt by itself before it is killed and forked anew."""
-STOP_S: Final = 5.0
+STOP_S: Final = 1.0
 """What the ranks are given to end at the end of the run."""
 LEFT_CODE: Final = 1
 """What is told of a rank that has left an attempt as if it had ended with it."""
@@ -116,10 +117,13 @@ class Node:
     def _fork(self, rank: int) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._beats[rank - self._ranks.start] = time.monotonic()
+        # A signal that ends an attempt must find a child that is ready for it, or Python may drop it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         pid = os.fork()
         if pid == 0:
             ours.close()
             self._become(rank, theirs)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         process = self._processes[rank] = _Rank(rank, pid, os.pidfd_open(pid), ours, self._attempt)
         self._selector.register(ours, selectors.EVENT_READ, process)
@@ -130,6 +134,8 @@ class Node:
 
         code = FAILED
         try:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
             die_with_parent()
             self._selector.close()
             self._link.close()
@@ -154,7 +160,11 @@ class Node:
 
     def _hear(self, process: _Rank) -> None:
         """A rank has left its attempt, of its own accord or because it was told to."""
-        if not process.orders.recv(_MESSAGE_BYTES):  # its end is told by its pidfd
+        try:
+            message = process.orders.recv(_MESSAGE_BYTES)
+        except ConnectionError:
+            message = b""
+        if not message:  # its end is told by its pidfd
             self._selector.unregister(process.orders)
             return
         process.has_left, process.leave_by = True, None
@@ -164,8 +174,9 @@ class Node:
             self._send_on(process)
 
     def _send_on(self, process: _Rank) -> None:
-        process.has_left, process.attempt = False, self._attempt
-        process.orders.send(str(self._attempt).encode())
+        with contextlib.suppress(ConnectionError):  # it has just ended, of which its pidfd tells; it is forked anew
+            process.orders.send(str(self._attempt).encode())
+            process.has_left, process.attempt = False, self._attempt
 
     def _reap(self, process: _Rank) -> None:
         """A rank's process has ended: if it was of an attempt that is over, it is forked anew for that of now."""

@@ -44,6 +44,8 @@ class Place(Protocol):
 
     rank: int
     world_size: int
+    attempt: int
+    """As far as it is known before the others are met."""
 
     def join(self, backend: str) -> Met:
         """Meets the other ranks, in groups of its own."""
@@ -58,7 +60,7 @@ class TorchrunPlace:
     """As torchrun's environment says."""
 
     def __init__(self, job: Job) -> None:
-        self._job = job
+        self._job, self.attempt = job, 0
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
     def join(self, backend: str) -> Met:

@@ -73,9 +73,8 @@ class Repairs:
         self._undo(lambda each: each.fault.kind in _OUTLIVING)
 
     def _undo(self, is_over: Callable[[_Pending], bool]) -> None:
-        over = [each for each in self._pending if is_over(each)]
-        self._pending = [each for each in self._pending if each not in over]
-        for each in over:
+        for each in [each for each in self._pending if is_over(each)]:
+            self._pending.remove(each)
             _REPAIRS[each.fault.kind](each.fault, self._site)
 
 

@@ -25,8 +25,8 @@ MAX_FDS: Final = 64
 
 
 def main() -> None:
-    """Forks what is asked for over the socket with the descriptor argv[1], until that is closed."""
-    die_with_parent()
+    """Forks what is asked for over the socket with descriptor argv[1] until it is closed; argv[2] is the parent."""
+    die_with_parent(int(sys.argv[2]))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # whom it concerns sees its child's socket close
     channel = socket.socket(fileno=int(sys.argv[1]))
     _import_all()

@@ -34,7 +34,7 @@ class Standby:
         self._is_ready = False
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "capricorn.harness.standby", str(theirs.fileno())],
+                [sys.executable, "-m", "capricorn.harness.standby", str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
@@ -97,8 +97,8 @@ class Standby:
 
     def _last_words(self) -> str:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self._process.pid, signal.SIGTERM)
-        self._process.wait(STOP_TIMEOUT_S)
+            os.kill(self._process.pid, signal.SIGKILL)  # one that is stopped takes no other
+        self._process.wait()
         assert self._process.stderr is not None
         lines = self._process.stderr.read().decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else f"exit code {self._process.returncode}"

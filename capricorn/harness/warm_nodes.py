@@ -28,6 +28,8 @@ from capricorn.units import Seconds
 STOP_TIMEOUT_S: Final[Seconds] = 10.0
 START_PATIENCE_S: Final[Seconds] = 300.0
 """How long the first iteration of a run may take to come."""
+PAUSE_S: Final[Seconds] = 2.0
+"""Between two waits of the launcher, beyond their own time: it was stopped."""
 GATHER_S: Final[Seconds] = 0.03
 """After a node was lost, how long to look whether others are, too."""
 UNREACHABLE: Final = 4
@@ -81,6 +83,8 @@ class WarmNodes:
         self._least_patience_s = 1.5 * max(waits_s)
         self._links: dict[int, _Link] = {}
         self._attempt = -1
+        self._store: _Process | None = None
+        self._waited_s: Seconds | None = None
         self._done: set[int] = set()
         self._progress_s: Seconds | None = None
         self._longest_s: Seconds = 0.0
@@ -96,6 +100,7 @@ class WarmNodes:
         self._begin()
 
     def wait(self, timeout_s: Seconds) -> None:
+        self._forgive_pause(timeout_s)
         num_nodes = len(self._links)
         failed = self._listen(timeout_s) + self._silent()
         if len(self._links) < num_nodes:
@@ -122,7 +127,7 @@ class WarmNodes:
         for link in self._links.values():
             link.process.end(max(0.1, end_s - time.monotonic()))
         self._links.clear()
-        if self._attempt >= 0:
+        if self._store is not None:
             self._store.signal(signal.SIGTERM)
             self._store.end(STOP_TIMEOUT_S)
 
@@ -158,6 +163,15 @@ class WarmNodes:
             self._on_replace(lost)
             self._start_node(lost)
         self._begin()
+
+    def _forgive_pause(self, timeout_s: Seconds) -> None:
+        """A launcher that was stopped itself, and went on, has not seen what was done meanwhile."""
+        now_s = time.monotonic()
+        paused_s = 0.0 if self._waited_s is None else now_s - self._waited_s - timeout_s
+        if paused_s > PAUSE_S:
+            self._began_s += paused_s
+            self._progress_s = None if self._progress_s is None else self._progress_s + paused_s
+        self._waited_s = now_s
 
     def _gather(self) -> list[int]:
         """Nodes that fail together with one that was lost, so that they are replaced together."""

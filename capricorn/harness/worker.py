@@ -68,6 +68,9 @@ def run_forked(job: Job, place: ForkedPlace, orders: socket.socket) -> int:
         worker.fail(error)
         if not worker.can_stay(error):
             return UNREACHABLE if isinstance(error, UnreachableError) else FAILED
+        # Its frames hold the trainer, the activations of an iteration, and groups that are to end.
+        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = error.__context__ = error.__cause__ = None
         worker.part()
         orders.send(LEFT)
         order = orders.recv(64)
@@ -145,14 +148,15 @@ class Worker:
     def part(self) -> None:
         """Leaves the groups of the attempt that has failed, and forgets all of it but what was trained."""
         assert self._training is not None
-        del self._control, self._trainer, self._recorder
+        for name in ("_control", "_trainer"):  # the attempt may have ended before it had a trainer
+            vars(self).pop(name, None)
         self._training.leave()
         self._start_anew()
         end_groups()
 
     def _start_anew(self) -> None:
         self._system: CheckpointSystem = load_system(self._job.scenario.system.name)()
-        self._recorder = Recorder(self._job, self._rank, 0, self._system, self._pacer)
+        self._recorder = Recorder(self._job, self._rank, self._place.attempt, self._system, self._pacer)
         self._iteration = 0
         self._is_training = False
 

@@ -39,14 +39,17 @@ def _recovery(
     faults = [e for e in events if e.event == "fault" and before <= e.attempt < attempt]
     failures = [e for e in events if e.event == "failed" and before <= e.attempt < attempt]
     ready_s = min(e.at_s for e in events if e.event == "ready" and e.attempt == attempt)
-    detected_s = min((e.at_s for e in failures), default=faults[0].at_s if faults else ready_s)
-    fault_s = min((e.at_s for e in faults), default=detected_s)
+    detected_s = min((e.at_s for e in failures), default=faults[-1].at_s if faults else ready_s)
+    # The last one before it was noticed: earlier ones may have done no harm.
+    struck = [e for e in faults if e.at_s <= detected_s]
+    causes = [max(struck, key=lambda event: event.at_s)] if struck else faults
+    fault_s = min((e.at_s for e in causes), default=detected_s)
     resumed = next((e for e in events if e.event == "resumed" and e.attempt == attempt), None)
     iteration = resumed.iteration if resumed is not None else 0
     first = [s.duration_s for s in samples if s.attempt == attempt and s.iteration == iteration + 1]
     return RecoverySample(
         attempt=attempt,
-        what=(faults or failures)[0].detail if faults or failures else "unknown",
+        what=(causes or failures)[0].detail if causes or failures else "unknown",
         detected_at_s=detected_s,
         resumed_iteration=iteration,
         lost_iterations=max(0, _reached(before, events, samples) - iteration),
