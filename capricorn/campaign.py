@@ -14,7 +14,7 @@ from capricorn.config import Scenario
 from capricorn.economics import Economics
 from capricorn.errors import CapricornError
 from capricorn.faults import FaultSpec
-from capricorn.records import read_record
+from capricorn.records import read_record, write_record
 from capricorn.resolve import override
 from capricorn.sizing import FILE_SYSTEMS
 from capricorn.values import Frozen, build
@@ -141,11 +141,9 @@ def write_campaign(folder: Path, record: CampaignRecord) -> None:
     Raises:
         CapricornError: there is no room for it.
     """
-    temporary = folder / (CAMPAIGN + ".tmp")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(record.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        temporary.replace(folder / CAMPAIGN)
+        write_record(folder / CAMPAIGN, record, indent=1)
     except OSError as error:
         raise CapricornError(f"cannot write {folder / CAMPAIGN}: {error.strerror}") from None
 

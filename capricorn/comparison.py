@@ -16,7 +16,7 @@ from pydantic import Field
 
 from capricorn.config import Scenario
 from capricorn.errors import CapricornError, ConfigError
-from capricorn.records import RunRecord, read_record, read_run
+from capricorn.records import RunRecord, read_record, read_run, write_record
 from capricorn.resolve import override
 from capricorn.values import Frozen
 
@@ -191,11 +191,9 @@ def write_compare(folder: Path, record: CompareRecord) -> None:
     Raises:
         CapricornError: there is no room for it.
     """
-    temporary = folder / (COMPARE + ".tmp")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(record.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        temporary.replace(folder / COMPARE)
+        write_record(folder / COMPARE, record)
     except OSError as error:
         raise CapricornError(f"cannot write {folder / COMPARE}: {error.strerror}") from None
 

@@ -280,7 +280,16 @@ def read_record(path: Path, kind: type[S], schema_version: int, what: str) -> S:
 
 
 def write_run(folder: Path, record: RunRecord) -> None:
-    """Writes `run.json` so that a reader sees the old one or the new one, never a part."""
-    temporary = folder / (RUN + ".tmp")
-    temporary.write_text(record.model_dump_json(indent=2) + "\n", encoding="utf-8")
-    temporary.replace(folder / RUN)
+    """Writes `run.json`, as `write_record` does."""
+    write_record(folder / RUN, record)
+
+
+def write_record(path: Path, record: Frozen, *, indent: int = 2) -> None:
+    """Writes a record so that a reader sees the old one or the new one, never a part.
+
+    Raises:
+        OSError: there is no room for it.
+    """
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(record.model_dump_json(indent=indent) + "\n", encoding="utf-8")
+    temporary.replace(path)

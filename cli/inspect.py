@@ -88,24 +88,11 @@ def _find_run(target: str) -> tuple[RunRecord | None, Path]:
 def _unfinished(folder: Path) -> RunRecord:
     """The record that a live or killed run has not written yet, of what it has written."""
     from capricorn.harness.job import Job
-    from capricorn.harness.machine import environment
-    from capricorn.report.summary import summarize
+    from capricorn.harness.launcher import record_of
 
-    job = Job.read(folder / JOB)
-    facts = environment(job.scenario.cluster.device)
-    summary, verdict = summarize(folder, job.scenario, facts.num_cpus)
     started = datetime.fromtimestamp((folder / JOB).stat().st_mtime, UTC)
-    return RunRecord(
-        run_id=job.run_id,
-        started_at=started.isoformat(timespec="seconds"),
-        mode="emulated" if job.scenario.emulation else "live",
-        system=job.scenario.system.name,
-        seed=job.scenario.train.seed,
-        config=job.scenario,
-        environment=facts,
-        summary=summary,
-        verdict=f"no {RUN}: it is live or was killed; {verdict}",
-    )
+    record = record_of(Job.read(folder / JOB), folder, started)
+    return record.model_copy(update={"verdict": f"no {RUN}: it is live or was killed; {record.verdict}"})
 
 
 def _find_tier(record: RunRecord | None, folder: Path) -> Path | None:

@@ -197,12 +197,8 @@ class _Run:
 
     def _make_nodes(self, log_dir: Path) -> Nodes:
         if self._standby is None or self._job.scenario.launch.by_torchrun:
-            return TorchrunNodes(self._job, self._ground, log_dir, self._on_replace)
-        return WarmNodes(self._job, self._ground, log_dir, self._standby, self._on_replace)
-
-    def _on_replace(self, node: int) -> None:
-        """A node was lost, and another takes its place."""
-        self._repairs.node_replaced(node)
+            return TorchrunNodes(self._job, self._ground, log_dir, self._repairs.node_replaced)
+        return WarmNodes(self._job, self._ground, log_dir, self._standby, self._repairs.node_replaced)
 
     def _measure_links(self) -> None:
         num_nodes = self._job.scenario.cluster.nodes
@@ -249,14 +245,21 @@ def _finish_record(job: Job, started: datetime) -> None:
 
 def _write_record(job: Job, started: datetime) -> None:
     # pandas takes a while to import and is needed by nothing before.
-    from capricorn.report.summary import STORE, summarize
+    from capricorn.report.summary import STORE
 
     stores = [store for store in find_stores(job.store_dir.parent) if store.path == job.store_dir]
     (job.run_dir / STORE).write_text(json.dumps({"store_bytes": sum(store.num_bytes for store in stores)}))
     write_recoveries(job.run_dir)
+    write_run(job.run_dir, record_of(job, job.run_dir, started))
+
+
+def record_of(job: Job, run_dir: Path, started: datetime) -> RunRecord:
+    """The record of what a run has written so far."""
+    from capricorn.report.summary import summarize
+
     facts = environment(job.scenario.cluster.device)
-    summary, verdict = summarize(job.run_dir, job.scenario, facts.num_cpus)
-    record = RunRecord(
+    summary, verdict = summarize(run_dir, job.scenario, facts.num_cpus)
+    return RunRecord(
         run_id=job.run_id,
         started_at=started.isoformat(timespec="seconds"),
         mode="emulated" if job.scenario.emulation else "live",
@@ -267,4 +270,3 @@ def _write_record(job: Job, started: datetime) -> None:
         summary=summary,
         verdict=verdict,
     )
-    write_run(job.run_dir, record)

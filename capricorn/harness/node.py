@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from capricorn.harness.job import Job
+from capricorn.harness.nodes import FAILED
 from capricorn.harness.place import ForkedPlace
 from capricorn.process import die_with_parent
 from capricorn.units import Seconds
@@ -32,8 +33,6 @@ LEAVE_S: Final = 1.0
 """What a rank is given to leave an attempt by itself before it is killed and forked anew."""
 STOP_S: Final = 1.0
 """What the ranks are given to end at the end of the run."""
-LEFT_CODE: Final = 1
-"""What is told of a rank that has left an attempt as if it had ended with it."""
 _MESSAGE_BYTES: Final = 1024
 
 
@@ -130,7 +129,7 @@ class Node:
         self._selector.register(process.pidfd, selectors.EVENT_READ, process)
 
     def _become(self, rank: int, orders: socket.socket) -> None:
-        from capricorn.harness.worker import FAILED, run_forked
+        from capricorn.harness.worker import run_forked
 
         code = FAILED
         try:
@@ -169,7 +168,7 @@ class Node:
             return
         process.has_left, process.leave_by = True, None
         if process.attempt == self._attempt:
-            self._tell(rank=process.rank, attempt=process.attempt, code=LEFT_CODE)
+            self._tell(rank=process.rank, attempt=process.attempt, code=FAILED)
         else:
             self._send_on(process)
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Final, Protocol
 
 from capricorn.errors import CapricornError
 from capricorn.units import Seconds
+
+FAILED: Final = 1
+"""Exit code of a rank that has failed, or what is told of one that has left its attempt and waits for the next."""
+UNREACHABLE: Final = 4
+"""Exit code of a rank that cannot reach the place where the ranks meet."""
 
 
 class GaveUpError(CapricornError):

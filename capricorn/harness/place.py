@@ -19,7 +19,6 @@ from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[a
 from capricorn.harness.address import own_address
 from capricorn.harness.job import ATTEMPT, Job
 from capricorn.runtime.exchange import maximum
-from capricorn.topology import Topology
 
 COLLECTIVE_TIMEOUT: Final = timedelta(seconds=120)
 JOIN_TIMEOUT: Final = timedelta(seconds=15)
@@ -74,9 +73,8 @@ class TorchrunPlace:
         return Met(control, attempt)
 
     def address(self) -> str:
-        topology = self._job.scenario.topology
         has_machines = self._job.scenario.launch.nnodes
-        return own_address(os.environ["MASTER_ADDR"]) if has_machines else _emulated(self._job, topology, self.rank)
+        return own_address(os.environ["MASTER_ADDR"]) if has_machines else _emulated(self._job, self.rank)
 
 
 class ForkedPlace:
@@ -95,7 +93,7 @@ class ForkedPlace:
         return Met(dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT), self.attempt)
 
     def address(self) -> str:
-        return _emulated(self._job, self._job.scenario.topology, self.rank)
+        return _emulated(self._job, self.rank)
 
     def _meeting_place(self) -> TCPStore:
         host, port = self._endpoint
@@ -128,5 +126,5 @@ def _shut(fd: int) -> None:
             sock.shutdown(socket.SHUT_RDWR)
 
 
-def _emulated(job: Job, topology: Topology, rank: int) -> str:
-    return job.addresses[topology.node_of(rank)]
+def _emulated(job: Job, rank: int) -> str:
+    return job.addresses[job.scenario.topology.node_of(rank)]

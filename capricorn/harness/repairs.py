@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Final
 
@@ -85,28 +86,16 @@ def _go_on(fault: FaultSpec, site: _Site) -> None:
         names.worker.send(signal.SIGCONT)
 
 
-def _speed_up(fault: FaultSpec, site: _Site) -> None:
+def _mend_link(fault: FaultSpec, site: _Site, *, act: Callable[[Link], None], script: Callable[..., str]) -> None:
+    """By `act` where links are paced, else by what `script` says to tc."""
     cluster = site.job.scenario.cluster
     assert fault.node is not None
     if cluster.links == PACED:
-        _with_link(fault.node, site, lambda link: link.slow_down(1.0))
+        assert site.job.links_dir is not None
+        with contextlib.closing(Link(site.job.links_dir / f"out{fault.node}")) as link:
+            act(link)
     else:
-        reshape(site.ground.enter_node(fault.node), slowing(INTERFACE, cluster.rate, qos=cluster.qos))
-
-
-def _join_again(fault: FaultSpec, site: _Site) -> None:
-    cluster = site.job.scenario.cluster
-    assert fault.node is not None
-    if cluster.links == PACED:
-        _with_link(fault.node, site, lambda link: link.hold(0.0))
-    else:
-        reshape(site.ground.enter_node(fault.node), mending(INTERFACE, cluster.rate, qos=cluster.qos))
-
-
-def _with_link(node: int, site: _Site, act: Callable[[Link], None]) -> None:
-    assert site.job.links_dir is not None
-    with contextlib.closing(Link(site.job.links_dir / f"out{node}")) as link:
-        act(link)
+        reshape(site.ground.enter_node(fault.node), script(INTERFACE, cluster.rate, qos=cluster.qos))
 
 
 def _make_room_in_memory(fault: FaultSpec, site: _Site) -> None:
@@ -140,7 +129,9 @@ def _remove_cgroup(fault: FaultSpec, site: _Site) -> None:
 
 
 _REPAIRS: Final[Mapping[str, Callable[[FaultSpec, _Site], None]]] = MappingProxyType({
-    "stop": _go_on, "slow-link": _speed_up, "partition": _join_again, "tmpfs-full": _make_room_in_memory,
+    "stop": _go_on, "tmpfs-full": _make_room_in_memory,
+    "slow-link": partial(_mend_link, act=lambda link: link.slow_down(1.0), script=slowing),
+    "partition": partial(_mend_link, act=lambda link: link.hold(0.0), script=mending),
     "disk-full": _make_room_on_disk, "disk-slow": _speed_up_disk, "port-taken": _end_strangers, "oom": _remove_cgroup,
 })  # fmt: skip
 _OUTLIVING: Final = frozenset({"tmpfs-full", "disk-full", "port-taken", "oom"})

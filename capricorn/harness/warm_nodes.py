@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from capricorn.emulation.ground import Ground
 from capricorn.harness.job import Job
-from capricorn.harness.nodes import GaveUpError
+from capricorn.harness.nodes import UNREACHABLE, GaveUpError
 from capricorn.harness.warm import Standby
 from capricorn.records import EVENTS, EventSample, append
 from capricorn.runtime.store import NodeStore
@@ -32,7 +32,6 @@ PAUSE_S: Final[Seconds] = 2.0
 """Between two waits of the launcher, beyond their own time: it was stopped."""
 GATHER_S: Final[Seconds] = 0.03
 """After a node was lost, how long to look whether others are, too."""
-UNREACHABLE: Final = 4
 _MESSAGE_BYTES: Final = 1024
 
 
@@ -86,7 +85,8 @@ class WarmNodes:
         self._store: _Process | None = None
         self._waited_s: Seconds | None = None
         self._done: set[int] = set()
-        self._progress_s: Seconds | None = None
+        self._progress_s: Seconds = 0.0
+        """When the newest iteration was heard of, or else the attempt began."""
         self._longest_s: Seconds = 0.0
 
     def start(self) -> None:
@@ -117,7 +117,7 @@ class WarmNodes:
 
     def progressed(self) -> None:
         now_s = time.monotonic()
-        self._longest_s = max(self._longest_s, now_s - (self._progress_s or self._began_s))
+        self._longest_s = max(self._longest_s, now_s - self._progress_s)
         self._progress_s = now_s
 
     def stop(self) -> None:
@@ -149,7 +149,7 @@ class WarmNodes:
         """Has all nodes start the next attempt."""
         self._attempt += 1
         self._done.clear()
-        self._began_s, self._progress_s = time.monotonic(), None
+        self._progress_s = time.monotonic()
         order = json.dumps({"attempt": self._attempt}).encode()
         for link in self._links.values():
             with contextlib.suppress(OSError):  # it has just been lost, which `wait` will hear of
@@ -169,8 +169,7 @@ class WarmNodes:
         now_s = time.monotonic()
         paused_s = 0.0 if self._waited_s is None else now_s - self._waited_s - timeout_s
         if paused_s > PAUSE_S:
-            self._began_s += paused_s
-            self._progress_s = None if self._progress_s is None else self._progress_s + paused_s
+            self._progress_s += paused_s
         self._waited_s = now_s
 
     def _gather(self) -> list[int]:
@@ -230,11 +229,8 @@ class WarmNodes:
 
     def _is_stuck(self) -> bool:
         """Whether no iteration has come for ten times as long as any took, and for longer than waits are bounded."""
-        now_s = time.monotonic()
-        if self._progress_s is None:
-            patience_s = max(self._least_patience_s, 10 * self._longest_s) if self._longest_s else START_PATIENCE_S
-            return now_s - self._began_s > patience_s
-        return now_s - self._progress_s > max(self._least_patience_s, 10 * self._longest_s)
+        patience_s = max(self._least_patience_s, 10 * self._longest_s) if self._longest_s else START_PATIENCE_S
+        return time.monotonic() - self._progress_s > patience_s
 
     def _note(self, rank: int, detail: str) -> None:
         event = EventSample(event="failed", at_s=time.time(), attempt=self._attempt, rank=rank, detail=detail)

@@ -23,6 +23,7 @@ from capricorn.emulation.route import Links, Route
 from capricorn.errors import CapricornError, ConfigError, NoCompleteCheckpointError, TransportError
 from capricorn.harness.injector import FaultInjector
 from capricorn.harness.job import FATAL, Job
+from capricorn.harness.nodes import FAILED, UNREACHABLE
 from capricorn.harness.place import ForkedPlace, Place, TorchrunPlace, UnreachableError, end_groups
 from capricorn.harness.recorder import Recorder, was_ever_complete
 from capricorn.harness.registered import register_worker
@@ -35,9 +36,6 @@ from capricorn.runtime.exchange import maximum, share_text
 from capricorn.runtime.persistent import iterations_in
 from capricorn.system import CheckpointSystem, JobContext
 
-FAILED: Final = 1
-UNREACHABLE: Final = 4
-"""Exit code of a rank that cannot reach the place where the ranks meet."""
 LEFT: Final = b"left"
 
 

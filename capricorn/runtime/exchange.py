@@ -20,7 +20,7 @@ _SIGN = 1 << 63
 def gather_layouts(group: dist.ProcessGroup, mine: Layout) -> list[Layout]:
     """By rank: the layout of its state; the block size is the same for all."""
     signed_digest = (mine.digest ^ _SIGN) - _SIGN
-    rows = _gather(group, torch.tensor([mine.payload_bytes, signed_digest], dtype=torch.int64))
+    rows = gather(group, torch.tensor([mine.payload_bytes, signed_digest], dtype=torch.int64))
     return [Layout(int(row[0]), mine.block_bytes, int(row[1]) % (1 << 64)) for row in rows]
 
 
@@ -29,6 +29,20 @@ def share_text(group: dist.ProcessGroup, mine: str) -> str:
     text = torch.frombuffer(bytearray(mine.encode().ljust(_TEXT_BYTES)), dtype=torch.uint8)
     dist.broadcast(text, group=group, group_src=0)
     return bytes(text.tolist()).decode().rstrip()
+
+
+def gather_texts(group: dist.ProcessGroup, mine: str, num_bytes: int) -> list[str]:
+    """By rank: what it says; of a longer text the first `num_bytes` of UTF-8."""
+    text = mine.encode()[:num_bytes].ljust(num_bytes)
+    rows = gather(group, torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    return [bytes(row.tolist()).decode(errors="replace").rstrip() for row in rows]
+
+
+def total(group: dist.ProcessGroup, mine: int) -> int:
+    """The sum of what the ranks say."""
+    value = torch.tensor(mine)
+    dist.all_reduce(value, group=group)
+    return int(value)
 
 
 def maximum(group: dist.ProcessGroup, mine: int) -> int:
@@ -40,9 +54,7 @@ def maximum(group: dist.ProcessGroup, mine: int) -> int:
 
 def gather_addresses(group: dist.ProcessGroup, mine: tuple[str, int]) -> list[tuple[str, int]]:
     """By rank: where its replica host listens."""
-    text = f"{mine[0]} {mine[1]}".encode().ljust(_TEXT_BYTES)
-    rows = _gather(group, torch.frombuffer(bytearray(text), dtype=torch.uint8))
-    pairs = [bytes(row.tolist()).decode().split() for row in rows]
+    pairs = [text.split() for text in gather_texts(group, f"{mine[0]} {mine[1]}", _TEXT_BYTES)]
     return [(host, int(port)) for host, port in pairs]
 
 
@@ -58,7 +70,8 @@ def barrier(group: dist.ProcessGroup) -> None:
     dist.all_reduce(torch.zeros(1), group=group)
 
 
-def _gather(group: dist.ProcessGroup, mine: torch.Tensor) -> list[torch.Tensor]:
+def gather(group: dist.ProcessGroup, mine: torch.Tensor) -> list[torch.Tensor]:
+    """By rank: its tensor, of the same shape and dtype on all."""
     rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(rows, mine, group=group)
     return rows

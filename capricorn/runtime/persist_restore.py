@@ -9,11 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-import torch
-import torch.distributed as dist
-
 from capricorn.errors import ConfigError, StoreError
-from capricorn.runtime.exchange import maximum
+from capricorn.runtime.exchange import gather_texts, maximum, total
 from capricorn.runtime.persist_load import load_into, num_lasting, select
 from capricorn.runtime.persistent import Manifest, folder_of, iterations_in
 from capricorn.runtime.state import Entry
@@ -64,7 +61,7 @@ class PersistentTier:
             answer = str(error)
         else:
             num_taken, answer = num_lasting(selection.sources.values()), f"{_WHOLE}{manifest.seal}"
-        answers, num_taken = self._share(answer), self._sum(num_taken)
+        answers, num_taken = gather_texts(self._group, answer, _TEXT_BYTES), total(self._group, num_taken)
         if len(set(answers)) == 1 and answer.startswith(_WHOLE):
             num_left = num_lasting(manifest.tensors) - num_taken
             if not num_left:
@@ -84,15 +81,3 @@ class PersistentTier:
             self.notes.append(
                 f"spread from {manifest.world_size} ranks over {self._world_size}: random states are drawn anew"
             )
-
-    def _share(self, text: str) -> list[str]:
-        """By rank: what it says."""
-        mine = torch.frombuffer(bytearray(text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES)), dtype=torch.uint8)
-        rows = [torch.empty_like(mine) for _ in range(self._world_size)]
-        dist.all_gather(rows, mine, group=self._group)
-        return [bytes(row.tolist()).decode(errors="replace").rstrip() for row in rows]
-
-    def _sum(self, mine: int) -> int:
-        value = torch.tensor(mine)
-        dist.all_reduce(value, group=self._group)
-        return int(value)

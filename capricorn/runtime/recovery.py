@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from capricorn.errors import NoCompleteCheckpointError, TransportError
-from capricorn.runtime.exchange import maximum
+from capricorn.runtime.exchange import gather, maximum
 from capricorn.runtime.persist_restore import PersistentTier
 from capricorn.runtime.store import NodeStore
 from capricorn.runtime.transport import ReplicaLink
@@ -123,10 +123,8 @@ class Recovery:
         mine = torch.full((maximum(self._group, len(copies)), 2), -1, dtype=torch.int64)
         for row, copy in enumerate(copies):
             mine[row] = torch.tensor(copy)
-        everyone = [torch.empty_like(mine) for _ in range(self._world_size)]
-        dist.all_gather(everyone, mine, group=self._group)
         survivors: dict[int, dict[int, list[int]]] = {}
-        for holder, table in enumerate(everyone):
+        for holder, table in enumerate(gather(self._group, mine)):
             for owner, iteration in table.tolist():
                 if owner >= 0 and (holder, owner, iteration) not in self._refused:
                     survivors.setdefault(iteration, {}).setdefault(owner, []).append(holder)
