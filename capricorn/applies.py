@@ -15,6 +15,7 @@ OURS: Final = frozenset({"capricorn", "blocking", "gemini", "gemini-staged"})
 """Systems that keep copies in the memory store, and may write them to a slow tier too."""
 
 SEVERAL_MACHINES: Final = "it strikes nodes of several machines at once; leave out --nnodes"
+ENDLESS: Final = "over paced links nobody finds the node that is cut off; use seconds=S or cluster.links=namespaces"
 
 
 def why_not(fault: FaultSpec, scenario: Scenario) -> str:
@@ -28,13 +29,14 @@ def why_not(fault: FaultSpec, scenario: Scenario) -> str:
         "tmpfs": "" if name in OURS or _writes_to_memory(scenario) else f"{name} keeps nothing in memory",
         "one machine": SEVERAL_MACHINES if scenario.launch.nnodes else "",
         "links": "" if scenario.cluster.is_emulated else NO_LINKS,
+        "an end": ENDLESS if scenario.cluster.links == "paced" and fault.seconds == 0 else "",
     }
     return next(filter(None, (missing[need] for need in _needs(fault))), "")
 
 
 def _needs(fault: FaultSpec) -> tuple[str, ...]:
     if fault.kind in LINK_KINDS:
-        return ("links",)
+        return ("links", "an end") if fault.kind == "partition" else ("links",)
     place = f"{fault.kind}-{fault.where}" if fault.where else fault.kind
     return _NEEDS.get(place, ())
 

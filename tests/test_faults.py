@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from capricorn.applies import why_not
+from capricorn.cluster import ClusterConfig
 from capricorn.config import Scenario
 from capricorn.errors import ConfigError
 from capricorn.faults import KINDS
@@ -70,6 +71,15 @@ def test_a_failure_that_cannot_happen_to_a_system_is_told_with_the_reason(
 def test_a_scenario_without_links_refuses_failures_of_links() -> None:
     with pytest.raises(ConfigError, match="name another --cluster"):
         build(Scenario, TINY.model_dump() | {"faults": (fault("slow-link@node=0,iteration=3"),)}, "the scenario")
+
+
+def test_an_endless_partition_is_refused_only_where_links_are_paced() -> None:
+    cluster = ClusterConfig(name="test", rate_bytes_per_s=1e8, attention_s=0.01, expert_s=0.01, links="paced")
+    paced = TINY.model_copy(update={"cluster": cluster})
+    made = TINY.model_copy(update={"cluster": cluster.model_copy(update={"links": "namespaces"})})
+    assert "use seconds=S" in why_not(fault("partition@node=0,iteration=3,seconds=0"), paced)
+    assert not why_not(fault("partition@node=0,iteration=3,seconds=2"), paced)
+    assert not why_not(fault("partition@node=0,iteration=3,seconds=0"), made)
 
 
 @pytest.mark.parametrize(

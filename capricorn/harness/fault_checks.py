@@ -6,7 +6,6 @@ from pathlib import Path
 
 from capricorn.applies import why_not
 from capricorn.config import Scenario
-from capricorn.emulation.ground import PACED
 from capricorn.errors import ConfigError
 from capricorn.faults import FaultSpec
 from capricorn.harness import ballast, cgroup
@@ -25,8 +24,6 @@ def check_faults(scenario: Scenario, out: Path) -> None:
 
 def why_not_here(fault: FaultSpec, scenario: Scenario, out: Path) -> str:
     """Why this machine cannot have the failure; empty if it can."""
-    if fault.kind == "partition" and fault.seconds == 0 and scenario.cluster.links == PACED:
-        return "over paced links nobody finds the node that is cut off; use seconds=S or cluster.links=namespaces"
     if fault.kind == "oom":
         return cgroup.why_not()
     if fault.kind == "tmpfs-full":
