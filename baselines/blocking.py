@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from capricorn.runtime.replicating import ReplicatingSystem
+from capricorn.runtime.replicating_system import ReplicatingSystem
 
 
 class Blocking(ReplicatingSystem):

@@ -21,7 +21,7 @@ from torch_checkpointing.storage.filesystem import LocalFileSystemStorage, Local
 
 from capricorn.emulation.storage import Storage
 from capricorn.process import die_with_parent
-from capricorn.system import JobContext
+from capricorn.systems.interface import JobContext
 
 UNFINISHED: Final = "tmp_"
 """What the name of a folder begins with until all ranks have written."""

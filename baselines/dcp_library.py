@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from capricorn.emulation.storage import Storage
 from capricorn.errors import StoreError
-from capricorn.runtime.state import FlatState
-from capricorn.system import JobContext
+from capricorn.runtime.save.flat_state import FlatState
+from capricorn.systems.interface import JobContext
 
 from .dcp_storage import PacedReader, PacedWriter, PlainWriter
 from .file_writer import in_words

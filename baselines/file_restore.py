@@ -10,7 +10,7 @@ from pathlib import Path
 from torch.distributed import ProcessGroup
 
 from capricorn.errors import NoCompleteCheckpointError, StoreError
-from capricorn.runtime.exchange import maximum
+from capricorn.runtime.comm.collectives import maximum
 
 from .file_writer import in_words
 from .folders import Commit, Folders

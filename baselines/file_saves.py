@@ -8,8 +8,8 @@ from __future__ import annotations
 import gc
 
 from capricorn.errors import StoreError
-from capricorn.runtime.completion import Completion
-from capricorn.system import ChunkEvent, JobContext
+from capricorn.runtime.commit_tracker import Completion
+from capricorn.systems.interface import ChunkEvent, JobContext
 from capricorn.units import Seconds, format_seconds
 
 from .file_writer import FileSave, FileWriter

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
-from capricorn.system import ChunkEvent, Counters
+from capricorn.systems.interface import ChunkEvent, Counters
 from capricorn.units import Seconds
 
 from .folders import Commit, Folders, sync

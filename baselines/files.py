@@ -11,10 +11,10 @@ from typing import ClassVar, Final
 from capricorn.emulation.storage import Storage
 from capricorn.errors import CapricornError, ConfigError, StoreError
 from capricorn.hooks import OpKey
-from capricorn.runtime.exchange import barrier, gather_layouts
-from capricorn.runtime.slot import Layout
-from capricorn.runtime.state import FlatState
-from capricorn.system import CheckpointSystem, ChunkEvent, Counters, JobContext, RestoreReport
+from capricorn.runtime.comm.collectives import barrier, gather_layouts
+from capricorn.runtime.save.flat_state import FlatState
+from capricorn.runtime.store.slot import Layout
+from capricorn.systems.interface import CheckpointSystem, ChunkEvent, Counters, JobContext, RestoreReport
 from capricorn.units import Seconds, format_seconds
 
 from .file_restore import agree, load_together

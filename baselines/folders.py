@@ -10,15 +10,15 @@ from typing import Final
 
 from pydantic import ValidationError
 
+from capricorn.config.fields import FrozenModel
 from capricorn.errors import ConfigError
-from capricorn.values import Frozen
 
 COMMIT: Final = "commit.json"
 PREFIX: Final = "iteration-"
 REMOVED: Final = "removed-"
 
 
-class Commit(Frozen):
+class Commit(FrozenModel):
     """What rank 0 puts into a folder last: whose states lie in it. A folder without it is no checkpoint."""
 
     digests: tuple[int, ...]

@@ -6,18 +6,18 @@ import time
 from collections.abc import Sequence
 from typing import ClassVar
 
+from capricorn.config.system_settings import AUTO
 from capricorn.errors import ConfigError
 from capricorn.hooks import OpKey
-from capricorn.planner.gemini import GeminiPlanner
+from capricorn.planner.gemini_planner import GeminiPlanner
 from capricorn.planner.plan import Planner
-from capricorn.profile import COMMUNICATION
-from capricorn.runtime.direct import CutStager, LiveSource
-from capricorn.runtime.replicating import ReplicatingSystem
-from capricorn.runtime.slot import Layout
-from capricorn.runtime.staging import Stager
-from capricorn.runtime.state import FlatState
-from capricorn.settings import AUTO
-from capricorn.system import JobContext
+from capricorn.planner.profile import COMMUNICATION
+from capricorn.runtime.replicating_system import ReplicatingSystem
+from capricorn.runtime.save.flat_state import FlatState
+from capricorn.runtime.save.live_source import CutStager, LiveSource
+from capricorn.runtime.save.staging import Stager
+from capricorn.runtime.store.slot import Layout
+from capricorn.systems.interface import JobContext
 from capricorn.units import Bytes, Seconds
 
 

@@ -15,8 +15,8 @@ from typing import ClassVar, TypeAlias
 import torch.distributed as dist
 
 from capricorn.emulation.storage import Storage
-from capricorn.runtime.state import FlatState
-from capricorn.system import JobContext
+from capricorn.runtime.save.flat_state import FlatState
+from capricorn.systems.interface import JobContext
 from capricorn.units import Bytes, Seconds
 
 Write: TypeAlias = Callable[[], Sequence[Path]]

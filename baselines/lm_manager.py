@@ -19,7 +19,7 @@ from lm_resiliency.checkpointing.buffer import SlotState
 from lm_resiliency.checkpointing.replication import ChunkedGlooBackend, PeerReplicator
 from lm_resiliency.experimental import InMemoryCheckpointManager
 
-from capricorn.system import JobContext
+from capricorn.systems.interface import JobContext
 from capricorn.units import Seconds
 
 from .lm_peer import Meter, Parallelism, settings

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from lm_resiliency import InMemoryCkptConfig
 from lm_resiliency.checkpointing.replication import ChunkedGlooBackend, ReplicationBackend
 
+from capricorn.config.planner import PlannerConfig
 from capricorn.errors import ConfigError
-from capricorn.schedule import PlannerConfig
-from capricorn.system import ChunkEvent, JobContext
+from capricorn.systems.interface import ChunkEvent, JobContext
 from capricorn.units import Bytes
 
 FOLDER: Final = "lm-resiliency"

@@ -10,9 +10,9 @@ from typing import ClassVar
 
 from capricorn.errors import CapricornError, StoreError
 from capricorn.hooks import OpKey
-from capricorn.runtime.completion import Completion
-from capricorn.runtime.state import FlatState
-from capricorn.system import CheckpointSystem, ChunkEvent, Counters, JobContext, RestoreReport
+from capricorn.runtime.commit_tracker import Completion
+from capricorn.runtime.save.flat_state import FlatState
+from capricorn.systems.interface import CheckpointSystem, ChunkEvent, Counters, JobContext, RestoreReport
 from capricorn.units import Seconds
 
 from .lm_manager import Manager, Save

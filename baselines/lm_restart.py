@@ -17,10 +17,10 @@ from lm_resiliency.checkpointing.disk import ChecksumMismatch
 from lm_resiliency.manager_api import make_transfer
 
 from capricorn.errors import NoCompleteCheckpointError
-from capricorn.runtime.exchange import maximum
+from capricorn.runtime.comm.collectives import maximum
 from capricorn.runtime.recovery import Survivors, newest_common
-from capricorn.runtime.state import FlatState
-from capricorn.system import JobContext, RestoreReport
+from capricorn.runtime.save.flat_state import FlatState
+from capricorn.systems.interface import JobContext, RestoreReport
 
 from .lm_manager import Manager
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from capricorn.errors import NoCompleteCheckpointError
-from capricorn.system import CheckpointSystem, JobContext, RestoreReport, ShardState
+from capricorn.systems.interface import CheckpointSystem, JobContext, RestoreReport, ShardState
 from capricorn.units import Seconds
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from capricorn.runtime.state import FlatState
-from capricorn.system import JobContext
+from capricorn.runtime.save.flat_state import FlatState
+from capricorn.systems.interface import JobContext
 
 from .dcp_async import DcpProcess, DcpThread
 from .dcp_library import DcpLibrary

@@ -18,7 +18,7 @@ from torchsnapshot.manifest import ChunkedTensorEntry, Entry
 from .files import FileCheckpoints
 from .library import Library, Write
 from .snapshot_corrections import Pending, corrected
-from .storage import PROTOCOL, PacedPlugin, storage_options
+from .snapshot_storage import PROTOCOL, PacedPlugin, storage_options
 
 SIGN: Final = ".snapshot_metadata"
 KEY: Final = "state"

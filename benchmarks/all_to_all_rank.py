@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from capricorn.emulation.route import Links, Route
-from capricorn.harness.network import Network
 from capricorn.process import die_with_parent
-from capricorn.runtime.wire import LOW_CLASS_TOS
+from capricorn.runtime.comm.wire import LOW_CLASS_TOS
+from capricorn.trainer.exchange import Network
 from capricorn.units import KIB
 
 WIDTH, ROWS, COUNT, GAP_S = 512, 256, 30, 0.03

@@ -6,7 +6,7 @@ import os
 from statistics import median
 
 from benchmarks.timing import interleaved
-from capricorn.runtime.slot import checksum
+from capricorn.runtime.store.slot import checksum
 from capricorn.units import MIB
 
 SIZE = 256 * MIB

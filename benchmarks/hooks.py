@@ -11,13 +11,13 @@ import torch.distributed as dist
 from capricorn.baselines.none import NoCheckpoint
 
 from benchmarks.timing import interleaved, ratio
-from capricorn.config import TrainConfig
-from capricorn.harness.model import build_model
-from capricorn.harness.network import Network
-from capricorn.harness.optim import Optimizer
-from capricorn.harness.trainer import StallMeter
+from capricorn.config.resolve import load_model
+from capricorn.config.scenario import TrainConfig
 from capricorn.hooks import HookChain, OpKey, TrainerHook
-from capricorn.resolve import load_model
+from capricorn.trainer.exchange import Network
+from capricorn.trainer.loop import StallMeter
+from capricorn.trainer.models import build_model
+from capricorn.trainer.optimizer import Optimizer
 
 CALLS = 2000
 

@@ -10,10 +10,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from capricorn.cluster import ClusterConfig
-from capricorn.emulation.ground import NAMESPACES, PACED, Ground, lay_ground
+from capricorn.config.cluster import ClusterConfig
 from capricorn.emulation.measure import measure_links
 from capricorn.emulation.route import Links
+from capricorn.emulation.testbed import NAMESPACES, PACED, Ground, lay_ground
 from capricorn.errors import ConfigError
 from capricorn.units import format_seconds
 

@@ -6,7 +6,7 @@ from statistics import median
 
 from benchmarks.timing import interleaved
 from capricorn.planner.estimate import SpanEstimate
-from capricorn.planner.link import LinkEstimator, LinkModel
+from capricorn.planner.link_model import LinkEstimator, LinkModel
 from capricorn.planner.partition import partition
 from capricorn.units import MIB
 

@@ -10,7 +10,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 from benchmarks.timing import ratio
-from capricorn.records import RECOVERIES, RecoverySample, read_samples
+from capricorn.records.samples import RECOVERIES, RecoverySample, read_samples
 from capricorn.units import Seconds
 
 ROUNDS = 5

@@ -17,7 +17,7 @@ import psutil
 import torch
 
 from benchmarks.timing import ratio
-from capricorn.runtime.slot import checksum
+from capricorn.runtime.store.slot import checksum
 from capricorn.units import MIB
 
 ROUNDS = 6

@@ -8,9 +8,9 @@ from tempfile import TemporaryDirectory
 import torch
 
 from benchmarks.timing import interleaved, ratio
-from capricorn.runtime.slot import Layout, Slot, checksum
-from capricorn.runtime.staging import HostStager, payload_of
-from capricorn.runtime.state import FlatState
+from capricorn.runtime.save.flat_state import FlatState
+from capricorn.runtime.save.staging import HostStager, payload_of
+from capricorn.runtime.store.slot import Layout, Slot, checksum
 from capricorn.units import MIB
 
 SHARD_BYTES = 90 * MIB

@@ -12,12 +12,12 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 from benchmarks.timing import interleaved, ratio
-from capricorn.runtime.handshake import Identity
-from capricorn.runtime.host import ReplicaHost
-from capricorn.runtime.slot import Layout, Slot, checksum
-from capricorn.runtime.store import NodeStore
-from capricorn.runtime.transport import ReplicaLink
-from capricorn.runtime.wire import receive_into, set_deadline
+from capricorn.runtime.comm.handshake import Identity
+from capricorn.runtime.comm.replica_link import ReplicaLink
+from capricorn.runtime.comm.replica_server import ReplicaHost
+from capricorn.runtime.comm.wire import receive_into, set_deadline
+from capricorn.runtime.store.node_store import NodeStore
+from capricorn.runtime.store.slot import Layout, Slot, checksum
 from capricorn.topology import Topology
 from capricorn.units import MIB
 

@@ -75,3 +75,7 @@ def format_seconds(seconds: Seconds) -> str:
     if seconds < 60:
         return f"{seconds:.3g} s"
     return f"{int(seconds // 60)} min {int(seconds % 60):02d} s"
+
+
+def count_noun(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

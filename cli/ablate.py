@@ -13,10 +13,10 @@ import rich_click as click
 from click.core import ParameterSource
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from capricorn.config import Scenario
+from capricorn.config.planner import PlannerConfig
+from capricorn.config.scenario import Scenario
 from capricorn.errors import ConfigError
-from capricorn.records import RUN, RunRecord, read_run
-from capricorn.schedule import PlannerConfig
+from capricorn.records.samples import RUN, RunRecord, read_run
 
 from .options import Command, output_options, scenario_options
 from .output import console, print_json
@@ -24,8 +24,8 @@ from .policies import POLICY_OPTIONS, RHOS, Choice, configure, describe, refuse_
 from .run import make_folder
 
 if TYPE_CHECKING:
-    from capricorn.replay.model import TraceConfig
-    from capricorn.report.ablation import Ablation, Row
+    from capricorn.report.terminal.ablation_table import Ablation, Row
+    from capricorn.simulate.training_model import TraceConfig
 
 OFFLINE = {"trace", "spans", "replans", "gates", "rhos", "assignments", "as_json", "quiet"}
 """Parameters that a replay takes."""
@@ -71,7 +71,7 @@ def ablate(
 
     Trains under each of them and without checkpoints, or with --trace replays a trace in virtual time.
     """
-    from capricorn.harness.machine import require
+    from capricorn.launch.preflight import require
 
     policies = choice.live(scenario.planner)
     refuse_unplanned(scenario)
@@ -100,7 +100,7 @@ def _measure(
 
     The folders of each are by repeat.
     """
-    from capricorn.harness.launcher import launch
+    from capricorn.launch.launcher import launch
 
     from .display import watching
 
@@ -121,7 +121,7 @@ def _under(scenario: Scenario, policy: PlannerConfig | None) -> Scenario:
 
 
 def _show_live(records: dict[PlannerConfig | None, list[RunRecord | None]], as_json: bool, quiet: bool) -> None:
-    from capricorn.report.ablation import Ablation, compared
+    from capricorn.report.terminal.ablation_table import Ablation, compared
 
     base = records[None]
     rows = tuple(compared(policy, each, base) for policy, each in records.items() if policy is not None and any(each))
@@ -138,9 +138,9 @@ def _show_live(records: dict[PlannerConfig | None, list[RunRecord | None]], as_j
 
 
 def _replay(trace: Path, choice: Choice, *, assignments: tuple[str, ...], as_json: bool, quiet: bool) -> int:
-    from capricorn.replay.model import TraceConfig, train_on
-    from capricorn.replay.policy import references, replay_policy
-    from capricorn.report.ablation import Ablation, simulated
+    from capricorn.report.terminal.ablation_table import Ablation, simulated
+    from capricorn.simulate.policy import references, replay_policy
+    from capricorn.simulate.training_model import TraceConfig, train_on
 
     sections = configure({"trace": TraceConfig, "planner": PlannerConfig}, assignments)
     config, planner = cast("TraceConfig", sections["trace"]), cast(PlannerConfig, sections["planner"])
@@ -185,6 +185,6 @@ def _show(ablation: Ablation, as_json: bool, quiet: bool) -> None:
     if as_json:
         print_json(ablation.as_json())
         return
-    from capricorn.report.ablation import ablation_table
+    from capricorn.report.terminal.ablation_table import ablation_table
 
     console().print(ablation_table(ablation, caption=not quiet))

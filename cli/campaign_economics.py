@@ -6,18 +6,18 @@ import shutil
 from pathlib import Path
 from statistics import fmean
 
-from capricorn.campaign import GIVEN, CampaignRecord, write_campaign
-from capricorn.comparison import Variant
-from capricorn.config import Scenario
-from capricorn.drawing import schedule
-from capricorn.economics import Economics, MeasuredEconomics, iterations_between, young_interval
+from capricorn.campaign.campaign_record import GIVEN, CampaignRecord, write_campaign
+from capricorn.campaign.economics import Economics, MeasuredEconomics, iterations_between, young_interval
+from capricorn.campaign.sampling import schedule
+from capricorn.campaign.verdict import Outcome
+from capricorn.compare.compare_record import Variant
+from capricorn.config.resolve import override
+from capricorn.config.scenario import Scenario
 from capricorn.errors import CapricornError, ConfigError
-from capricorn.harness.interrupts import Interrupts
-from capricorn.report.economics import mean_complete_s, mean_iteration_s, mean_stall_s, measured
-from capricorn.resolve import override
-from capricorn.sizing import FILE_SYSTEMS
+from capricorn.launch.interrupts import Interrupts
+from capricorn.report.terminal.economics_table import mean_complete_s, mean_iteration_s, mean_stall_s, measured
+from capricorn.sizing.memory import FILE_SYSTEMS
 from capricorn.units import Seconds, format_seconds
-from capricorn.verdict import Outcome
 
 from .campaign_run import Workplace
 

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import gettempdir, mkdtemp
 
-from capricorn.config import Scenario
+from capricorn.config.scenario import Scenario
 from capricorn.errors import CapricornError
-from capricorn.harness.ballast import why_not_fill
-from capricorn.sizing import STATE_BYTES_PER_PARAM, needs_of, total_params
+from capricorn.faults.filler_file import why_not_fill
+from capricorn.sizing.memory import STATE_BYTES_PER_PARAM, needs_of, total_params
 from capricorn.units import MIB, Bytes
 
 PREFIX, LOCK, MOUNT = "capricorn-small-", "lock", "fs"

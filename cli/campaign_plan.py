@@ -9,17 +9,17 @@ from typing import Any
 
 import rich_click as click
 
-from capricorn.campaign import GIVEN, CampaignRecord, GroundName
-from capricorn.cases import MOUNTS, Asked, grounds_of, plan_cases
-from capricorn.comparison import parse_variants
-from capricorn.config import Scenario
-from capricorn.drawing import check_kinds
-from capricorn.economics import Economics
+from capricorn.campaign.campaign_record import GIVEN, CampaignRecord, GroundName
+from capricorn.campaign.cases import MOUNTS, Asked, grounds_of, plan_cases
+from capricorn.campaign.economics import Economics
+from capricorn.campaign.sampling import check_kinds
+from capricorn.compare.compare_record import parse_variants
+from capricorn.config.fault_spec import FaultSpec
+from capricorn.config.resolve import override
+from capricorn.config.scenario import Scenario
 from capricorn.errors import ConfigError
-from capricorn.faults import FaultSpec
-from capricorn.registry import check_system
-from capricorn.resolve import override
-from capricorn.scale import scale
+from capricorn.sizing.scale import scale
+from capricorn.systems.registry import check_system
 
 from .experiment import given
 from .options import refuse_shared_tier, scenario_from, unresolved_options
@@ -137,7 +137,7 @@ def _grounds(
 
 def _refused_here(scenario: Scenario, kinds: Sequence[str]) -> dict[str, str]:
     """By kind why this machine cannot have it."""
-    from capricorn.harness.cgroup import why_not
+    from capricorn.faults.memory_cgroup import why_not
 
     from .campaign_ground import needed_bytes, why_no_mount
 

@@ -8,13 +8,14 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Self, TypeVar
 
-from capricorn.applies import OURS
-from capricorn.config import Scenario
+from capricorn.campaign.verdict import Outcome
+from capricorn.config.scenario import Scenario
 from capricorn.errors import CapricornError
-from capricorn.harness.launcher import RunListener, launch
-from capricorn.harness.tier import PERSISTENT
-from capricorn.harness.warm import Standby
-from capricorn.records import (
+from capricorn.faults.applicability import OURS
+from capricorn.launch.fork_client import Standby
+from capricorn.launch.launcher import RunListener, launch
+from capricorn.launch.persist_folder import PERSISTENT
+from capricorn.records.samples import (
     EVENTS,
     ITERATIONS,
     RECOVERIES,
@@ -23,9 +24,8 @@ from capricorn.records import (
     RecoverySample,
     read_samples,
 )
-from capricorn.runtime.persistent import iterations_in
+from capricorn.runtime.persist.layout import iterations_in
 from capricorn.units import Seconds
-from capricorn.verdict import Outcome
 
 from .display import watching
 from .output import console

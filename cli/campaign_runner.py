@@ -8,15 +8,23 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from capricorn.campaign import GIVEN, CampaignRecord, Case, GroundName, Undisturbed, counts, write_campaign
-from capricorn.config import Scenario
+from capricorn.campaign.campaign_record import (
+    GIVEN,
+    CampaignRecord,
+    Case,
+    GroundName,
+    Undisturbed,
+    counts,
+    write_campaign,
+)
+from capricorn.campaign.verdict import Outcome, difference, judge, reference_of
+from capricorn.config.resolve import override
+from capricorn.config.scenario import Scenario
 from capricorn.errors import CapricornError
-from capricorn.harness.interrupts import Interrupts
-from capricorn.report.verdicts import outcome_line, remark_of
-from capricorn.resolve import override
-from capricorn.sizing import FILE_SYSTEMS
+from capricorn.launch.interrupts import Interrupts
+from capricorn.report.terminal.campaign_table import outcome_line, remark_of
+from capricorn.sizing.memory import FILE_SYSTEMS
 from capricorn.units import Seconds
-from capricorn.verdict import Outcome, difference, judge, reference_of
 
 from .campaign_ground import needed_bytes, small_file_system
 from .campaign_run import Workplace

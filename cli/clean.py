@@ -6,7 +6,7 @@ from pathlib import Path
 
 import rich_click as click
 
-from capricorn.config import StoreConfig
+from capricorn.config.scenario import StoreConfig
 from capricorn.errors import ConfigError, StoreError
 from capricorn.units import format_bytes
 
@@ -19,7 +19,7 @@ from .output import console
 @click.option("-n", "--dry-run", is_flag=True, help="list them only")
 def clean(root: Path, dry_run: bool) -> int:
     """Remove the stores of dead runs, and small file systems of dead campaigns; what is alive is never touched."""
-    from capricorn.runtime.store import find_stores, remove_store
+    from capricorn.runtime.store.node_store import find_stores, remove_store
 
     from .campaign_ground import remove_leftovers
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
-from capricorn.comparison import (
+from capricorn.compare.compare_record import (
     COMPARE,
     CompareRecord,
     PlannedComparison,
@@ -24,10 +24,10 @@ from capricorn.comparison import (
     require_same_work,
     write_compare,
 )
-from capricorn.config import Scenario
+from capricorn.config.scenario import Scenario
 from capricorn.errors import ConfigError
-from capricorn.records import read_run
-from capricorn.sizing import Needs, needs_of
+from capricorn.records.samples import read_run
+from capricorn.sizing.memory import Needs, needs_of
 
 from .experiment import Experiment, experiment_of, refuse_given
 from .options import output_options, unresolved_options
@@ -35,7 +35,7 @@ from .output import PROGRAM, console, print_json
 from .run import make_folder
 
 if TYPE_CHECKING:
-    from capricorn.report.comparison import Comparison
+    from capricorn.compare.results import Comparison
 
 DEFAULT_SYSTEMS = "none,capricorn,gemini,torchsnapshot"
 DEFAULT_REPEATS = 3
@@ -130,7 +130,7 @@ def compare(
 
 def _require(scenarios: Iterable[Scenario]) -> None:
     """Raises ConfigError if this machine cannot run one of them."""
-    from capricorn.harness.machine import require
+    from capricorn.launch.preflight import require
 
     for scenario in scenarios:
         require(scenario)
@@ -167,7 +167,7 @@ def _carry_out(folder: Path, *, as_json: bool, quiet: bool, verbose: bool) -> in
 
 
 def _make_missing(folder: Path, record: CompareRecord, *, as_json: bool, quiet: bool, verbose: bool) -> int:
-    from capricorn.report.finished import compare_planned
+    from capricorn.compare.finished import compare_planned
 
     from .runner import Runner
 
@@ -201,12 +201,12 @@ def _show_plan(experiment: Experiment, as_json: bool) -> None:
         facts = [_plan_json(planned, needs) for planned, needs in plans]
         print_json({"comparisons": facts})
         return
-    from capricorn.report.comparison_table import variants_table
-    from capricorn.report.tables import describe_place, scale_table
+    from capricorn.report.terminal.comparison_table import variants_table
+    from capricorn.report.terminal.tables import scale_table
 
     for planned, needs in plans:
         scenario = planned.scenario
-        what = f"{scenario.model.name}, {describe_place(scenario.cluster)}; {scenario.train.iterations} iterations"
+        what = f"{scenario.model.name}, {scenario.cluster.describe()}; {scenario.train.iterations} iterations"
         title = f"{planned.label}, {what}" if planned.label else what
         console().print(f"{title}: {len(planned.runs)} runs", style="bold", soft_wrap=True)
         if scenario.emulation is not None:
@@ -233,7 +233,7 @@ def _plan_json(planned: PlannedComparison, needs: dict[str, Needs]) -> dict[str,
 
 
 def _compare_finished(paths: tuple[Path, ...], threshold: float | None, as_json: bool, quiet: bool) -> int:
-    from capricorn.report.finished import load_comparisons
+    from capricorn.compare.finished import load_comparisons
 
     whole = [path for path in paths if is_compare(path)]
     if whole and (threshold is not None or len(whole) < len(paths)):
@@ -253,7 +253,7 @@ def _check(
     paths: tuple[Path, ...], threshold: float, compared: list[Comparison], as_json: bool, quiet: bool
 ) -> int:  # fmt: skip
     """Whether no later run is slower than the first by more than the threshold, where that is no chance."""
-    from capricorn.report.finished import ratio_of
+    from capricorn.compare.finished import ratio_of
 
     base, *later = paths
     if not later:
@@ -294,7 +294,7 @@ def _show(compared: list[Comparison], facts: dict[str, Any], as_json: bool, quie
         each = [comparison.model_dump(mode="json") for comparison in compared]
         print_json((each[0] if len(each) == 1 else _together(compared, each)) | facts)
         return
-    from capricorn.report.comparison_table import comparison_table
+    from capricorn.report.terminal.comparison_table import comparison_table
 
     for number, comparison in enumerate(compared):
         if number:

@@ -15,10 +15,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from capricorn.config import Scenario
-from capricorn.harness.launcher import RunListener
-from capricorn.records import EventSample, IterationSample
-from capricorn.report.tables import describe
+from capricorn.config.scenario import Scenario
+from capricorn.launch.launcher import RunListener
+from capricorn.records.samples import EventSample, IterationSample
+from capricorn.report.terminal.tables import describe
 from capricorn.units import Seconds, format_bytes, format_seconds
 
 from .output import console

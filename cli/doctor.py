@@ -6,7 +6,7 @@ import dataclasses
 
 import rich_click as click
 
-from capricorn.config import Scenario
+from capricorn.config.scenario import Scenario
 
 from .options import json_option, scenario_options, system_option
 from .output import console, print_json
@@ -18,13 +18,13 @@ from .output import console, print_json
 @json_option
 def doctor(scenario: Scenario, as_json: bool) -> int:
     """Check devices, memory, tmpfs, limits and systems against what a scenario needs."""
-    from capricorn.harness.machine import checks
-    from capricorn.report.tables import checks_table, plan_table
-    from capricorn.sizing import needs_of
+    from capricorn.launch.preflight import checks
+    from capricorn.report.terminal.tables import checks_table, plan_table
+    from capricorn.sizing.memory import needs_of
 
     found = checks(scenario)
     if scenario.emulation is not None:
-        from capricorn.harness.rehearsal import rehearse
+        from capricorn.launch.emulation_preflight import rehearse
 
         found += rehearse(scenario)
     ok = all(check.ok for check in found)

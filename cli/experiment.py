@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import rich_click as click
 from click.core import ParameterSource
 
-from capricorn.comparison import SYSTEM, PlannedComparison, parse_variants, settings_of
+from capricorn.compare.compare_record import SYSTEM, PlannedComparison, parse_variants, settings_of
+from capricorn.config.resolve import override, read_toml
 from capricorn.errors import ConfigError, unknown_name
-from capricorn.registry import check_system
-from capricorn.resolve import override, read_toml
+from capricorn.systems.registry import check_system
 
 from .options import refuse_shared_tier, scenario_from
 

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, TypeAlias
 import rich_click as click
 
 from capricorn.errors import ConfigError
-from capricorn.runtime.persistent import is_checkpoint
-
-from .files import Outputs, all_or_nothing, read_whole
+from capricorn.report.export.outputs import Outputs, all_or_nothing, read_whole
+from capricorn.runtime.persist.layout import is_checkpoint
 
 if TYPE_CHECKING:
-    from capricorn.report.comparison import Comparison
-    from capricorn.report.drawing import Picture
-    from capricorn.report.trace import TracedRun
+    from capricorn.compare.results import Comparison
+    from capricorn.report.export.perfetto import TracedRun
+    from capricorn.report.figures.style import Picture
 
     Loaded: TypeAlias = Sequence[tuple[Comparison, Mapping[str, Sequence[Path]]]]
 
@@ -64,7 +63,7 @@ def export(
         raise ConfigError("--figure-format says nothing without --figures DIR")
     if chosen == HTML and out is None and sys.stdout.isatty():
         raise ConfigError("a page of HTML is nothing to read in a terminal: add --out report.html")
-    from capricorn.report.finished import load_comparisons
+    from capricorn.compare.finished import load_comparisons
 
     loaded = load_comparisons(paths)
     with all_or_nothing() as outputs:
@@ -89,7 +88,7 @@ def _export_weights(paths: Sequence[Path], out: Path, dtype: str | None) -> int:
     folder = paths[0].resolve()
     if len(paths) > 1 or not is_checkpoint(folder):
         raise ConfigError(f"--out {out} takes the weights of one checkpoint on disk: give its folder, iteration-...")
-    from capricorn.runtime.persist_export import weights_of
+    from capricorn.runtime.persist.export_weights import weights_of
 
     with all_or_nothing() as outputs:
         outputs.write(out, weights_of(folder, dtype))
@@ -112,7 +111,7 @@ def _format(table: str | None, out: Path | None) -> str:
 
 
 def _draw(loaded: Loaded) -> list[list[Picture]]:
-    from capricorn.report.figures import pictures
+    from capricorn.report.figures.figures import pictures
 
     return [pictures(comparison, folders) for comparison, folders in loaded]
 
@@ -120,11 +119,11 @@ def _draw(loaded: Loaded) -> list[list[Picture]]:
 def _render(chosen: str, loaded: Loaded, pictures: Sequence[Sequence[Picture]]) -> str:
     comparisons = [comparison for comparison, _ in loaded]
     if chosen == HTML:
-        from capricorn.report.page import as_html
+        from capricorn.report.export.page import as_html
 
         return as_html(comparisons, pictures)
-    from capricorn.report.formats import as_csv, as_json, as_markdown
-    from capricorn.report.latex import as_latex
+    from capricorn.report.export.formats import as_csv, as_json, as_markdown
+    from capricorn.report.export.latex import as_latex
 
     return {"md": as_markdown, "csv": as_csv, "json": as_json, "latex": as_latex}[chosen](comparisons)
 
@@ -137,7 +136,7 @@ def _write_figures(
     Raises:
         ConfigError: something else is there.
     """
-    from capricorn.report.gallery import INDEX, figure_files, files_of
+    from capricorn.report.export.gallery import INDEX, figure_files, files_of
 
     ours = files_of(read_whole(folder / INDEX))
     for name, data in figure_files([comparison for comparison, _ in loaded], pictures, kinds).items():
@@ -147,7 +146,7 @@ def _write_figures(
 
 
 def _write_trace(outputs: Outputs, path: Path, loaded: Loaded) -> None:
-    from capricorn.report.trace import write_trace
+    from capricorn.report.export.perfetto import write_trace
 
     with outputs.open(path) as file:
         write_trace(file, _traced(loaded))
@@ -155,8 +154,8 @@ def _write_trace(outputs: Outputs, path: Path, loaded: Loaded) -> None:
 
 def _traced(loaded: Loaded) -> list[TracedRun]:
     """Every run once, in the order of tables."""
-    from capricorn.records import read_run
-    from capricorn.report.trace import TracedRun
+    from capricorn.records.samples import read_run
+    from capricorn.report.export.perfetto import TracedRun
 
     runs = {folder: label for _, folders in loaded for label, each in folders.items() for folder in each}
     return [TracedRun(label, read_run(folder), folder) for folder, label in runs.items()]

@@ -10,10 +10,10 @@ from typing import Any
 
 import rich_click as click
 
-from capricorn.campaign import GIVEN, CampaignRecord, counts, read_campaign, succeeded, write_campaign
-from capricorn.comparison import alone_in
+from capricorn.campaign.campaign_record import GIVEN, CampaignRecord, counts, read_campaign, succeeded, write_campaign
+from capricorn.compare.compare_record import alone_in
+from capricorn.config.fault_spec import FaultSpec
 from capricorn.errors import ConfigError
-from capricorn.faults import FaultSpec
 
 from .campaign_plan import planned
 from .experiment import refuse_given
@@ -165,7 +165,7 @@ def _carry_out(folder: Path, number: int | None, *, as_json: bool, quiet: bool, 
 
 def _require(record: CampaignRecord) -> None:
     """Raises ConfigError if this machine cannot run one of the systems."""
-    from capricorn.harness.machine import require
+    from capricorn.launch.preflight import require
 
     for variant in record.variants:
         require(record.undisturbed_scenario(GIVEN, variant.label))
@@ -182,8 +182,8 @@ def _runner(folder: Path, record: CampaignRecord, number: int | None, *, quiet: 
 
 def _show(folder: Path, record: CampaignRecord, *, as_json: bool, quiet: bool) -> None:
     """Writes the report and prints what it says."""
-    from capricorn.report.economics import economics_markdown, economics_table
-    from capricorn.report.verdicts import campaign_markdown, campaign_tables, case_lines
+    from capricorn.report.terminal.campaign_table import campaign_markdown, campaign_tables, case_lines
+    from capricorn.report.terminal.economics_table import economics_markdown, economics_table
 
     economics = record.economics
     text = campaign_markdown(record) if economics is None else economics_markdown(economics)

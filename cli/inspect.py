@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
-from capricorn.config import StoreConfig
+from capricorn.config.scenario import StoreConfig
 from capricorn.errors import ConfigError, StoreError
-from capricorn.records import RECOVERIES, RUN, RecoverySample, RunRecord, read_run, read_samples
-from capricorn.report.tier import PERSISTENT, OnDisk, complete_in, look_at_tier
-from capricorn.runtime.persistent import is_checkpoint, is_tier
-from capricorn.system import Copy
+from capricorn.records.samples import RECOVERIES, RUN, RecoverySample, RunRecord, read_run, read_samples
+from capricorn.runtime.persist.layout import is_checkpoint, is_tier
+from capricorn.runtime.persist.survey import PERSISTENT, OnDisk, complete_in, look_at_tier
+from capricorn.systems.interface import Copy
 
 from .options import json_option
 from .output import console, print_json
 
 if TYPE_CHECKING:
-    from capricorn.runtime.store import NodeStore, StoreFolder
+    from capricorn.runtime.store.node_store import NodeStore, StoreFolder
 
 JOB = "job.json"
 """Of a run folder, from its start on."""
@@ -87,8 +87,8 @@ def _find_run(target: str) -> tuple[RunRecord | None, Path]:
 
 def _unfinished(folder: Path) -> RunRecord:
     """The record that a live or killed run has not written yet, of what it has written."""
-    from capricorn.harness.job import Job
-    from capricorn.harness.launcher import record_of
+    from capricorn.launch.launcher import record_of
+    from capricorn.records.job_file import Job
 
     started = datetime.fromtimestamp((folder / JOB).stat().st_mtime, UTC)
     record = record_of(Job.read(folder / JOB), folder, started)
@@ -106,7 +106,7 @@ def _find_tier(record: RunRecord | None, folder: Path) -> Path | None:
 
 
 def _find_store(target: str, root: Path) -> StoreFolder | None:
-    from capricorn.runtime.store import find_stores
+    from capricorn.runtime.store.node_store import find_stores
 
     path = Path(target)
     roots = (root, path.resolve().parent) if path.exists() else (root,)
@@ -115,7 +115,7 @@ def _find_store(target: str, root: Path) -> StoreFolder | None:
 
 
 def _look(folder: StoreFolder) -> list[Found]:
-    from capricorn.runtime.store import NodeStore
+    from capricorn.runtime.store.node_store import NodeStore
 
     try:
         return [each for node in folder.nodes for each in _look_at_node(NodeStore.open(node))]
@@ -148,7 +148,7 @@ def _complete_everywhere(found: Sequence[Found], folder: StoreFolder | None) -> 
 
 def _num_owners(folder: StoreFolder) -> int:
     """Ranks of the run, as any of its nodes noted them."""
-    from capricorn.runtime.store import NodeStore
+    from capricorn.runtime.store.node_store import NodeStore
 
     return max((NodeStore.open(node).topology.world_size for node in folder.nodes), default=0)
 
@@ -156,7 +156,7 @@ def _num_owners(folder: StoreFolder) -> int:
 def _show(
     record: RunRecord | None, folder: Path, store: StoreFolder | None, found: Sequence[Found], iterations: list[int]
 ) -> None:
-    from capricorn.report.tables import copies_table, run_table
+    from capricorn.report.terminal.tables import copies_table, run_table
 
     out = console()
     if record:

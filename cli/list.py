@@ -7,12 +7,12 @@ from typing import Any, TypeAlias
 
 import rich_click as click
 
-from capricorn.cluster import DEVICES, LOCAL, STORAGES, ClusterConfig
-from capricorn.faults import KINDS, spelling
-from capricorn.presets import CLUSTERS, MODELS
-from capricorn.registry import SYSTEMS
-from capricorn.resolve import load_cluster, load_model
-from capricorn.sizing import STATE_BYTES_PER_PARAM, active_params, total_params
+from capricorn.config.cluster import DEVICES, LOCAL, STORAGES, ClusterConfig
+from capricorn.config.fault_spec import KINDS, spelling
+from capricorn.config.presets import CLUSTERS, MODELS
+from capricorn.config.resolve import load_cluster, load_model
+from capricorn.sizing.memory import STATE_BYTES_PER_PARAM, active_params, total_params
+from capricorn.systems.registry import SYSTEMS
 from capricorn.units import format_bytes, format_rate
 
 from .options import json_option
@@ -35,7 +35,7 @@ def list_names(what: str | None, as_json: bool) -> int:
         names = {kind: list(details) for kind, details in found.items()}
         print_json(names | {"details": {name: facts for details in found.values() for name, facts in details.items()}})
         return 0
-    from capricorn.report.tables import names_table
+    from capricorn.report.terminal.tables import names_table
 
     for kind, details in found.items():
         console().print(names_table(kind, details))

@@ -10,15 +10,15 @@ from typing import Any, TypeAlias
 
 import rich_click as click
 
-from capricorn.cluster import LOCAL, ClusterConfig
-from capricorn.config import ROUTER, Scenario
+from capricorn.config.cluster import LOCAL, ClusterConfig
+from capricorn.config.fault_spec import FaultSpec
+from capricorn.config.fields import validate
+from capricorn.config.resolve import load_cluster, load_model, override, parse_ckpt
+from capricorn.config.scenario import ROUTER, Scenario
 from capricorn.errors import ConfigError
-from capricorn.faults import FaultSpec
-from capricorn.registry import check_system
-from capricorn.resolve import load_cluster, load_model, override, parse_ckpt
-from capricorn.scale import scale
+from capricorn.sizing.scale import scale
+from capricorn.systems.registry import check_system
 from capricorn.units import KIB
-from capricorn.values import build
 
 Command: TypeAlias = Callable[..., int]
 
@@ -156,12 +156,12 @@ def scenario_from(
         "launch": {"nnodes": nnodes, "node_rank": node_rank, "rdzv_endpoint": rdzv_endpoint},
         "faults": tuple(map(FaultSpec.parse, faults)),
     }
-    return _checked(scale(override(build(Scenario, parts, "options"), assignments)))
+    return _checked(scale(override(validate(Scenario, parts, "options"), assignments)))
 
 
 def _cluster(name: str, nodes: int | None, ranks_per_node: int | None, device: str, nnodes: int) -> ClusterConfig:
     """Defaults: two nodes of one rank on the CPU; on CUDA one rank per GPU, split over two nodes if there are two."""
-    from capricorn.harness.machine import num_cuda_devices
+    from capricorn.launch.preflight import num_cuda_devices
 
     if nnodes and nodes not in (None, nnodes):
         raise ConfigError(f"--nodes {nodes} contradicts --nnodes {nnodes}: real machines are counted by --nnodes alone")
@@ -172,7 +172,7 @@ def _cluster(name: str, nodes: int | None, ranks_per_node: int | None, device: s
     count = nnodes or nodes or (1 if num_devices == 1 else DEFAULT_NODES)
     ranks = ranks_per_node or max(1, num_devices // (1 if nnodes else count))
     chosen = {"nodes": count, "ranks_per_node": ranks, "device": device}
-    return build(ClusterConfig, chosen | fields | _given(nodes=nodes, ranks_per_node=ranks_per_node), "--cluster")
+    return validate(ClusterConfig, chosen | fields | _given(nodes=nodes, ranks_per_node=ranks_per_node), "--cluster")
 
 
 def _planner(cluster: ClusterConfig, nnodes: int) -> dict[str, str]:
@@ -180,7 +180,7 @@ def _planner(cluster: ClusterConfig, nnodes: int) -> dict[str, str]:
 
     That is in the all-to-alls, which is the opposite of what is idle where a network moves them.
     """
-    from capricorn.harness.machine import num_cuda_devices
+    from capricorn.launch.preflight import num_cuda_devices
 
     is_cpu = cluster.device == "cpu" or (cluster.device == "auto" and not num_cuda_devices())
     return {"spans": "none"} if is_cpu and not nnodes else {}
@@ -193,12 +193,12 @@ def _given(**options: int | None) -> dict[str, int]:
 
 def _checked(scenario: Scenario) -> Scenario:
     """The scenario with its device resolved, once the names that no model checks are found to be known."""
-    from capricorn.harness.machine import resolve_device
+    from capricorn.launch.preflight import resolve_device
 
     check_system(scenario.system.name)
     if scenario.loads.source != ROUTER:
         # Also reads a trace, so that its faults are told before anything starts; numpy takes a while to import.
-        from capricorn.loads.given import given_shares
+        from capricorn.loads.load_source import given_shares
 
         given_shares(scenario.loads, scenario.model, num_iterations=scenario.train.iterations, seed=scenario.train.seed)
     if scenario.data.path != "stdlib" and not Path(scenario.data.path).exists():

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import rich_click as click
 
-from capricorn.config import Scenario
+from capricorn.config.fields import FrozenModel, check, validate
+from capricorn.config.planner import RHO_RANGE, PlannerConfig, parse_replan
+from capricorn.config.scenario import Scenario
 from capricorn.errors import ConfigError, unknown_name
-from capricorn.schedule import RHO_RANGE, PlannerConfig, parse_replan
-from capricorn.values import Frozen, build, require
 
 SPANS = ("global", "layer", "load")
 NO_SPANS = "none"
@@ -46,7 +46,7 @@ class Choice(NamedTuple):
         Raises:
             ConfigError: one of them makes sense only for a training.
         """
-        require(
+        check(
             NO_SPANS not in self.spans,
             "--spans none sends as soon as staged and plans nothing to replay: leave it out, or --trace",
         )
@@ -89,7 +89,7 @@ def describe(policy: PlannerConfig) -> str:
     return f"{policy.spans} spans, {policy.replan}, {'gate' if policy.gate else 'no gate'}"
 
 
-def configure(sections: dict[str, type[Frozen]], assignments: Iterable[str]) -> dict[str, Frozen]:
+def configure(sections: dict[str, type[FrozenModel]], assignments: Iterable[str]) -> dict[str, FrozenModel]:
     """The sections by name, with `section.key=value` settings applied.
 
     Raises:
@@ -107,7 +107,7 @@ def configure(sections: dict[str, type[Frozen]], assignments: Iterable[str]) -> 
             raise ConfigError(f"--set {assignment!r}: unknown key {key!r}; {hint}")
         section, _, field = key.partition(".")
         trees[section][field] = value
-    return {name: build(model, trees[name], f"--set {name}", lax=True) for name, model in sections.items()}
+    return {name: validate(model, trees[name], f"--set {name}", lax=True) for name, model in sections.items()}
 
 
 def refuse_chosen(assignments: Iterable[str]) -> None:
@@ -121,9 +121,9 @@ def refuse_chosen(assignments: Iterable[str]) -> None:
 def refuse_unplanned(scenario: Scenario) -> None:
     """Raises ConfigError for a training in which no checkpoint leaves by a plan, so that all policies are one."""
     system = scenario.system
-    require(system.name == "capricorn", f"system {system.name} plans nothing to compare: leave out system.name")
-    require(system.every > 0, "without checkpoints all policies are one: leave out --ckpt off")
-    require(
+    check(system.name == "capricorn", f"system {system.name} plans nothing to compare: leave out system.name")
+    check(system.every > 0, "without checkpoints all policies are one: leave out --ckpt off")
+    check(
         system.replicas > 1,
         "without a remote replica nothing is sent and all policies are one: use --nodes 2 --replicas 2 or more",
     )

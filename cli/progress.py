@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from capricorn.config import Scenario
-from capricorn.records import IterationSample
+from capricorn.config.scenario import Scenario
+from capricorn.records.samples import IterationSample
 from capricorn.units import Bytes, BytesPerSecond, Seconds
 
 RECENT = 10

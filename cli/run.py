@@ -7,10 +7,10 @@ from pathlib import Path
 
 import rich_click as click
 
-from capricorn.config import Scenario
+from capricorn.config.scenario import Scenario
 from capricorn.errors import ConfigError
-from capricorn.records import RECOVERIES, RUN, RecoverySample, RunRecord, read_run, read_samples
-from capricorn.sizing import needs_of
+from capricorn.records.samples import RECOVERIES, RUN, RecoverySample, RunRecord, read_run, read_samples
+from capricorn.sizing.memory import needs_of
 
 from .options import output_options, refuse_shared_tier, scenario_options, system_option
 from .output import console, print_json
@@ -23,7 +23,7 @@ from .output import console, print_json
 @click.option("--dry-run", is_flag=True, help="print needs, checks and the resolved config, and start nothing")
 def run(scenario: Scenario, repeats: int, out: Path, as_json: bool, quiet: bool, verbose: bool, dry_run: bool) -> int:
     """Train one model under one system and record what happens in results/<run-id>/."""
-    from capricorn.harness.machine import require
+    from capricorn.launch.preflight import require
 
     if dry_run:
         _show_plan(scenario, as_json)
@@ -47,8 +47,8 @@ def run(scenario: Scenario, repeats: int, out: Path, as_json: bool, quiet: bool,
 
 def _measure(scenario: Scenario, out: Path, repeats: int, folders: list[Path], *, quiet: bool, verbose: bool) -> None:
     """Runs the scenario `repeats` times; the folder of each run is added to `folders` as it starts."""
-    from capricorn.harness.launcher import launch
-    from capricorn.harness.tuning import needs_tuning, tune
+    from capricorn.launch.launcher import launch
+    from capricorn.launch.tuning import needs_tuning, tune
 
     from .display import watching
 
@@ -86,7 +86,7 @@ def _show(records: dict[Path, RunRecord], repeats: int, as_json: bool, quiet: bo
 
 
 def _print_tables(records: dict[Path, RunRecord], repeats: int) -> None:
-    from capricorn.report.tables import repeats_table, run_table
+    from capricorn.report.terminal.tables import repeats_table, run_table
 
     out = console()
     if repeats > 1:
@@ -99,14 +99,14 @@ def _print_tables(records: dict[Path, RunRecord], repeats: int) -> None:
 
 
 def _show_needs(scenario: Scenario) -> None:
-    from capricorn.report.tables import plan_table
+    from capricorn.report.terminal.tables import plan_table
 
     console().print(plan_table(scenario, needs_of(scenario, cuda=False)))
 
 
 def _show_plan(scenario: Scenario, as_json: bool) -> None:
-    from capricorn.harness.machine import checks
-    from capricorn.report.tables import checks_table, plan_table
+    from capricorn.launch.preflight import checks
+    from capricorn.report.terminal.tables import checks_table, plan_table
 
     needs, found = needs_of(scenario, cuda=scenario.cluster.device == "cuda"), checks(scenario)
     config = scenario.model_dump(mode="json")

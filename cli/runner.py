@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from capricorn.comparison import (
+from capricorn.compare.compare_record import (
     CompareRecord,
     PlannedComparison,
     PlannedRun,
@@ -21,10 +21,10 @@ from capricorn.comparison import (
     settings_of,
     write_compare,
 )
-from capricorn.config import Scenario
+from capricorn.config.scenario import Scenario
 from capricorn.errors import CapricornError
-from capricorn.harness.launcher import RunListener
-from capricorn.records import EventSample, IterationSample
+from capricorn.launch.launcher import RunListener
+from capricorn.records.samples import EventSample, IterationSample
 from capricorn.units import Seconds
 
 from .display import watching
@@ -87,7 +87,7 @@ class Runner:
 
     def _tune(self, turn: _Turn) -> None:
         """Before the first run of a variant whose settings are tried out on the scenario itself."""
-        from capricorn.harness.tuning import needs_tuning, tune
+        from capricorn.launch.tuning import needs_tuning, tune
 
         at, run = turn
         scenario = self._planned(at).scenario_of(run.variant)
@@ -101,7 +101,7 @@ class Runner:
         self._write(at, self._planned(at).with_tuned(run.variant, Tuned(assignments=assignments, run_id=run_id)))
 
     def _make(self, turn: _Turn) -> None:
-        from capricorn.harness.launcher import launch
+        from capricorn.launch.launcher import launch
 
         at, run = turn
 

@@ -15,7 +15,7 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
-from capricorn.records import ITERATIONS, OPS, IterationSample, OpSample, RunRecord, read_run, read_samples
+from capricorn.records.samples import ITERATIONS, OPS, IterationSample, OpSample, RunRecord, read_run, read_samples
 
 COLORS = {
     "computing": "#4c78a8", "all-to-all": "#f58518", "reduce": "#72b7b2", "update": "#b5b5b5", "checkpoint": "#54a24b",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from capricorn.runtime.store import find_stores
+from capricorn.runtime.store.node_store import find_stores
 
 
 def _stores() -> set[Path]:

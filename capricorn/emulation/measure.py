@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from capricorn.emulation.fabric import Entry, FabricError
-from capricorn.records import LinkSample
+from capricorn.records.samples import LinkSample
 from capricorn.units import Seconds
 
 ANSWER_TIMEOUT_S: Seconds = 15.0

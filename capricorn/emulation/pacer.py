@@ -7,8 +7,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from capricorn.cluster import BACKWARD, Pace
-from capricorn.config import ModelConfig
+from capricorn.config.cluster import BACKWARD, Pace
+from capricorn.config.scenario import ModelConfig
 from capricorn.hooks import OpKey, TrainerHook
 from capricorn.topology import expert_split
 from capricorn.units import Seconds

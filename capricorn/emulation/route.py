@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, Self
 
-from capricorn.emulation.link import Link, create_links
+from capricorn.emulation.paced_link import Link, create_links
 from capricorn.errors import TransportError
 from capricorn.units import KIB, Bytes, BytesPerSecond, Seconds
 

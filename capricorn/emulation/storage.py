@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from capricorn.emulation.link import Link, create_links
+from capricorn.emulation.paced_link import Link, create_links
 from capricorn.emulation.route import Route
 from capricorn.units import MIB, Bytes, BytesPerSecond, Seconds
 

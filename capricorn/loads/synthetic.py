@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from capricorn.errors import unknown_name
-from capricorn.loads.trace import Shares, cap_shares
+from capricorn.loads.load_trace import Shares, cap_shares
 
 SIZED_FOR = 32  # the number of experts whose loads the values below describe
 TAIL = 3.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from capricorn.planner.estimate import SpanEstimate, deviations_at
-from capricorn.planner.link import LinkModel
+from capricorn.planner.link_model import LinkModel
 from capricorn.planner.plan import Chunk, Limit, Plan
 from capricorn.units import Bytes
 

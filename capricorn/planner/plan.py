@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from capricorn.planner.link import LinkModel
-from capricorn.profile import IterationProfile
+from capricorn.planner.link_model import LinkModel
+from capricorn.planner.profile import IterationProfile
 from capricorn.units import Bytes, Seconds
 
 

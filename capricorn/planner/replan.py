@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import inf
 from typing import Protocol
 
-from capricorn.schedule import parse_replan
+from capricorn.config.planner import parse_replan
 from capricorn.units import Seconds
 
 MEMORY = 50

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from capricorn.errors import NoCompleteCheckpointError, TransportError
-from capricorn.runtime.exchange import gather, maximum
-from capricorn.runtime.persist_restore import PersistentTier
-from capricorn.runtime.store import NodeStore
-from capricorn.runtime.transport import ReplicaLink
+from capricorn.runtime.comm.collectives import gather, maximum
+from capricorn.runtime.comm.replica_link import ReplicaLink
+from capricorn.runtime.persist.restore import PersistentTier
+from capricorn.runtime.store.node_store import NodeStore
 from capricorn.units import Seconds
 
 Survivors: TypeAlias = Mapping[int, Mapping[int, Sequence[int]]]

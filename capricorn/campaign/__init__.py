@@ -1,0 +1,1 @@
+"""Fault campaigns: which cases, drawn how, judged how, and what failures cost."""

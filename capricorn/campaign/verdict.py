@@ -1,0 +1,283 @@
+"""Whether a run that was struck by a failure is what it would have been without, and what that took. Pure.
+
+Judges records; knows neither how failures are injected nor which were asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias
+
+from pydantic import Field
+
+from capricorn.config.fault_spec import FaultSpec
+from capricorn.config.fields import FrozenModel
+from capricorn.config.scenario import Scenario
+from capricorn.errors import CapricornError
+from capricorn.records.samples import EventSample, IterationSample, RecoverySample
+from capricorn.sizing.memory import FILE_SYSTEMS
+from capricorn.units import Seconds
+
+Verdict: TypeAlias = Literal["PASS", "LOST_WORK", "SILENT_DIVERGENCE", "HARD_FAIL", "NOT_STRUCK"]
+VERDICTS: Final[tuple[Verdict, ...]] = ("PASS", "LOST_WORK", "SILENT_DIVERGENCE", "HARD_FAIL", "NOT_STRUCK")
+PHASES: Final = ("detect_s", "restart_s", "agree_s", "fetch_s", "load_s", "first_iteration_s")
+PERSISTENT: Final = "persistent"
+DISK: Final = "disk"
+"""Where a failure damages what lies on the slow tier."""
+KEEPS_NOTHING: Final = "none"
+
+
+class Reference(FrozenModel):
+    """What a run is without a failure."""
+
+    run_id: str
+    losses: tuple[tuple[str, ...], ...]
+    """By rank and iteration, from the first; as hexadecimal floats, which are exact."""
+    digests: tuple[str, ...]
+    """Of the state after the last iteration, by rank."""
+    wall_s: Seconds
+    """From start to end, processes and all."""
+
+
+class Judgement(FrozenModel):
+    """What came of one failure."""
+
+    verdict: Verdict
+    survives: bool
+    """Whether a complete copy of some checkpoint outlived the failure."""
+    detail: str
+    """What happened, in words."""
+    lost_iterations: int = 0
+    """That had finished and were done again, of all recoveries together."""
+    allowed_iterations: int = 0
+    """How many a recovery may lose with the tier it came from."""
+    recovery_s: Seconds | None = None
+    """All phases of all recoveries; None if there was none."""
+    phases_s: dict[str, Seconds] = Field(default_factory=dict)
+    """By phase, of all recoveries together."""
+    tier: str = ""
+    """Where the state came from; `start` is the initial state."""
+    run_id: str = ""
+    wall_s: Seconds = 0.0
+    mode: str = "live"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run has left behind."""
+
+    run_id: str
+    samples: Sequence[IterationSample]
+    events: Sequence[EventSample]
+    recoveries: Sequence[RecoverySample]
+    wall_s: Seconds
+    failure: str = ""
+    """What ended it early, in one sentence."""
+    on_disk: tuple[int, ...] | None = None
+    """Checkpoints that were complete on the slow tier when the failure struck, ascending; None is not known."""
+
+
+def reference_of(outcome: Outcome, scenario: Scenario) -> Reference:
+    """What the undisturbed run showed.
+
+    Raises:
+        CapricornError: it did not come to its end, or some rank left no record.
+    """
+    if outcome.failure:
+        raise CapricornError(f"the run without failures did not come to its end: {outcome.failure}")
+    ranks, iterations = range(scenario.topology.world_size), range(1, scenario.train.iterations + 1)
+    losses = {(s.rank, s.iteration): s.loss.hex() for s in outcome.samples}
+    digests = _digests(outcome)
+    missing = [rank for rank in ranks if rank not in digests or any((rank, i) not in losses for i in iterations)]
+    if missing:
+        raise CapricornError(f"rank {missing[0]} of the run without failures left no whole record: {outcome.run_id}")
+    return Reference(
+        run_id=outcome.run_id,
+        losses=tuple(tuple(losses[rank, iteration] for iteration in iterations) for rank in ranks),
+        digests=tuple(digests[rank] for rank in ranks),
+        wall_s=outcome.wall_s,
+    )
+
+
+def difference(ours: Reference, theirs: Reference) -> str:
+    """The first loss or state in which two undisturbed runs differ, in words; empty if they are equal."""
+    for rank, (mine, other) in enumerate(zip(ours.losses, theirs.losses, strict=True)):
+        for iteration, (loss, expected) in enumerate(zip(mine, other, strict=True), 1):
+            if loss != expected:
+                return _differs(rank, iteration, loss, expected)
+    unequal = [rank for rank, pair in enumerate(zip(ours.digests, theirs.digests, strict=True)) if len(set(pair)) > 1]
+    return f"the last state of rank {unequal[0]} differs" if unequal else ""
+
+
+def judge(fault: FaultSpec, scenario: Scenario, outcome: Outcome, reference: Reference) -> Judgement:
+    """The verdict on a run that the failure struck."""
+    recoveries = _completed(outcome)
+    allowed = [allowed_iterations(scenario, recovery, _usable(fault, outcome)) for recovery in recoveries]
+    phases = {phase: sum(getattr(each, phase) or 0.0 for each in recoveries) for phase in PHASES}
+    verdict, reason = _verdict(scenario, outcome, reference, allowed)
+    lost = sum(recovery.lost_iterations for recovery in recoveries)
+    return Judgement(
+        verdict=verdict,
+        survives=survives(fault, scenario, outcome.on_disk),
+        detail="; ".join(filter(None, (reason, *_history(outcome)))),
+        lost_iterations=lost,
+        allowed_iterations=max(allowed, default=0),
+        recovery_s=sum(phases.values()) if recoveries else None,
+        phases_s=phases if recoveries else {},
+        tier="+".join(sorted({tier for recovery in recoveries for tier in tiers_of(recovery)})),
+        run_id=outcome.run_id,
+        wall_s=outcome.wall_s,
+        mode="emulated" if scenario.emulation else "live",
+    )
+
+
+def _verdict(scenario: Scenario, outcome: Outcome, reference: Reference, allowed: Sequence[int]) -> tuple[Verdict, str]:
+    """The verdict, and the reason for any but PASS."""
+    if outcome.failure:
+        return "HARD_FAIL", outcome.failure
+    if divergence := _divergence(outcome, reference):
+        return "SILENT_DIVERGENCE", divergence
+    if not any(event.event == "fault" for event in outcome.events):
+        return "NOT_STRUCK", "the failure did not come to happen"
+    for recovery, most in zip(_completed(outcome), allowed, strict=True):
+        if recovery.lost_iterations > most:
+            return "LOST_WORK", f"{recovery.lost_iterations} finished iterations done again, {most} allowed"
+    return "PASS", ""
+
+
+# --- equal, bit for bit ------------------------------------------------------------------------------------------
+
+
+def _divergence(outcome: Outcome, reference: Reference) -> str:
+    """The first loss or state that is not the reference's, in words; empty if all are."""
+    expected = {
+        (rank, iteration): loss
+        for rank, losses in enumerate(reference.losses)
+        for iteration, loss in enumerate(losses, 1)
+    }
+    for sample in outcome.samples:
+        if sample.loss.hex() != expected.get((sample.rank, sample.iteration)):
+            found = expected.get((sample.rank, sample.iteration), "nothing")
+            return _differs(sample.rank, sample.iteration, sample.loss.hex(), found)
+    # A rank that dies between an iteration and its record may still be restored to that iteration.
+    excused = {recovery.resumed_iteration for recovery in outcome.recoveries}
+    recorded = {(sample.rank, sample.iteration) for sample in outcome.samples}
+    for rank, iteration in sorted(expected.keys() - recorded):
+        if iteration not in excused:
+            return f"rank {rank} left no record of iteration {iteration}"
+    digests = _digests(outcome)
+    wrong = [rank for rank, digest in enumerate(reference.digests) if digests.get(rank) != digest]
+    return f"the last state of rank {wrong[0]} is not that of the undisturbed run" if wrong else ""
+
+
+def _digests(outcome: Outcome) -> dict[int, str]:
+    """By rank: of the last state, as its newest start told it."""
+    finished = sorted((e for e in outcome.events if e.event == "finished"), key=lambda event: event.attempt)
+    return {event.rank: event.state_digest for event in finished}
+
+
+def _differs(rank: int, iteration: int, loss: str, expected: str) -> str:
+    return f"loss of rank {rank} in iteration {iteration} is {_decimal(loss)} and should be {_decimal(expected)}"
+
+
+def _decimal(loss: str) -> str:
+    return loss if loss == "nothing" else repr(float.fromhex(loss))
+
+
+# --- lost work ---------------------------------------------------------------------------------------------------
+
+
+def allowed_iterations(scenario: Scenario, recovery: RecoverySample, on_disk: Sequence[int] = ()) -> int:
+    """How many finished iterations that recovery may do again; `on_disk` is what the slow tier could give.
+
+    One checkpoint at a time is on its way, and is complete when the next is made (`max_lost` 2: the one after it):
+    so of checkpoints every N iterations the newest complete one is at most 2 N - 1 behind. The same holds for the slow
+    tier, on top of the fast one, unless checkpoints were skipped since its writer was busy: then the newest on disk is
+    what it has to give.
+    """
+    system = scenario.system
+    if not system.every:
+        return 0
+    behind = (1 + system.max_lost) * system.every - 1
+    if PERSISTENT in recovery.sources and system.name not in FILE_SYSTEMS:
+        reached = recovery.resumed_iteration + recovery.lost_iterations
+        behind = max(behind + 2 * scenario.persist.every - 1, reached - max(on_disk, default=reached))
+    return behind + (0 if recovery.resumed_iteration else first_iteration(scenario) - 1)
+
+
+def _usable(fault: FaultSpec, outcome: Outcome) -> tuple[int, ...]:
+    """Of the checkpoints on disk those that the failure did not damage."""
+    on_disk = outcome.on_disk or ()
+    return on_disk[:-1] if fault.where == DISK else on_disk
+
+
+def first_iteration(scenario: Scenario) -> int:
+    """The first one that a system would checkpoint: some watch the training before."""
+    watches = scenario.system.name in ("gemini", "gemini-staged")
+    return scenario.gemini.profile_iterations + 1 if watches else 1
+
+
+def tiers_of(recovery: RecoverySample) -> set[str]:
+    """Where the state of a recovery came from."""
+    return set(recovery.sources) or {"start"}
+
+
+def _history(outcome: Outcome) -> Iterator[str]:
+    """What was restored from where, and what was skipped, in words."""
+    skipped = {event.attempt: event.detail for event in outcome.events if event.event == "resumed" and event.detail}
+    for recovery in _completed(outcome):
+        if not recovery.sources:
+            yield "started anew from the initial state"
+            continue
+        ranks = _by_tier(recovery.sources)
+        told = f", {skipped[recovery.attempt]}" if recovery.attempt in skipped else ""
+        yield f"back to {recovery.resumed_iteration} from {ranks}{told}"
+
+
+def _completed(outcome: Outcome) -> list[RecoverySample]:
+    """The recoveries after which training went on, or some state had been restored."""
+    trained = {sample.attempt for sample in outcome.samples}
+    return [recovery for recovery in outcome.recoveries if recovery.sources or recovery.attempt in trained]
+
+
+def _by_tier(sources: Sequence[str]) -> str:
+    """`local (rank 0), peer (rank 1)`."""
+    ranks: dict[str, list[str]] = {}
+    for rank, tier in enumerate(sources):
+        ranks.setdefault(tier, []).append(str(rank))
+    return ", ".join(f"{tier} ({_ranks(each)})" for tier, each in ranks.items())
+
+
+def _ranks(ranks: Sequence[str]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {' '.join(ranks)}"
+
+
+# --- what a failure leaves ---------------------------------------------------------------------------------------
+
+
+def survives(fault: FaultSpec, scenario: Scenario, on_disk: Sequence[int] | None = None) -> bool:
+    """Whether a complete copy of some checkpoint outlives the failure.
+
+    `on_disk` are those complete on the slow tier when it comes; None takes them to be written in time.
+    """
+    system = scenario.system
+    if not system.every or system.name == KEEPS_NOTHING:
+        return False
+    num_on_disk = _num_on_disk(fault, scenario) if on_disk is None else len(on_disk)
+    if fault.where == DISK:
+        return num_on_disk > 1  # the newest one is damaged, and all memory is gone
+    if system.name in FILE_SYSTEMS:
+        return True
+    is_last_copy = fault.kind == "node-loss" or (fault.kind in ("corrupt", "truncate") and fault.where == "slot")
+    if fault.kind == "group-loss" or (is_last_copy and system.replicas == 1):
+        return num_on_disk > 0
+    return True
+
+
+def _num_on_disk(fault: FaultSpec, scenario: Scenario) -> int:
+    """Checkpoints that are complete on disk when the failure comes, if each is written before the next one is due."""
+    done, every, slow = fault.iteration - 1, scenario.system.every, scenario.persist.every
+    if scenario.system.name in FILE_SYSTEMS:
+        return max(0, done // every - 1)
+    return max(0, (done - every) // slow - 1) if slow else 0

@@ -1,0 +1,297 @@
+"""What a comparison of systems is and how far it has come: variants, planned runs, and the record it goes on from.
+
+Starts nothing; knows no torch and none of the samples that runs record.
+"""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import Field
+
+from capricorn.config.fields import FrozenModel
+from capricorn.config.resolve import override
+from capricorn.config.scenario import Scenario
+from capricorn.errors import CapricornError, ConfigError
+from capricorn.records.samples import RunRecord, read_record, read_run, write_record
+
+SCHEMA_VERSION = 1
+COMPARE, LOCK = "compare.json", "compare.lock"
+
+WORK = ("model", "train", "data", "cluster", "loads")
+"""Sections that say what is trained, where and on what; systems are compared on the same."""
+LENGTH = ("train.iterations", "train.warmup", "train.timeline_every")
+"""Of these what all may differ in: only iterations that both have measured are compared."""
+SYSTEM = "system.name"
+BASE = "none"
+"""The system that makes no checkpoints, whatever its settings say of them."""
+CHECKPOINTS = ("system.every", "system.replicas")
+"""What else must be equal of the systems that make some, or be asked for by one of them."""
+KEPT = ("requested", "effective")
+"""Of the summary of a run: its checkpoints, and those that became complete."""
+SPELLING = "none,capricorn,gemini:gemini.mu=0.9"
+
+
+class Variant(FrozenModel):
+    """A system with settings of its own, which go before those that all share."""
+
+    system: str
+    assignments: tuple[str, ...] = ()
+    """`section.field=value`, as for --set."""
+
+    @property
+    def label(self) -> str:
+        """As it is spelled: `gemini:gemini.mu=0.9`."""
+        return ":".join((self.system, *self.assignments))
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """`SYSTEM[:KEY=VALUE]...`
+
+        Raises:
+            ConfigError: a part is empty or not key=value.
+        """
+        system, *assignments = map(str.strip, text.split(":"))
+        if not system:
+            raise ConfigError(f"--systems: {text!r} names no system; write it as in {SPELLING}")
+        for assignment in assignments:
+            if not all(assignment.partition("=")):
+                raise ConfigError(f"--systems {text!r}: {assignment!r} is not key=value, as in gemini:gemini.mu=0.9")
+        return cls(system=system, assignments=tuple(assignments))
+
+    def of(self, scenario: Scenario) -> Scenario:
+        """The scenario under this variant.
+
+        Raises:
+            ConfigError: a key is unknown, its value does not fit, or it would change the work.
+        """
+        for assignment in self.assignments:
+            key = assignment.partition("=")[0]
+            if key == SYSTEM:
+                raise ConfigError(f"--systems {self.label!r}: {SYSTEM} is the name before the first colon")
+            if key.partition(".")[0] in WORK and key not in LENGTH:
+                raise ConfigError(
+                    f"--systems {self.label!r} would do other work than the others; use --set {assignment} for all"
+                )
+        try:
+            return override(scenario, (f"{SYSTEM}={self.system}", *self.assignments))
+        except ConfigError as error:
+            raise ConfigError(f"--systems {self.label!r}: {str(error).removeprefix('--set ')}") from None
+
+
+def parse_variants(texts: Iterable[str]) -> tuple[Variant, ...]:
+    """The variants that are spelled so.
+
+    Raises:
+        ConfigError: there is none, or one is misspelled or comes twice.
+    """
+    variants = [Variant.parse(text) for text in texts]
+    if not variants:
+        raise ConfigError(f"--systems names no system; write it as in {SPELLING}")
+    twice = [variant.label for number, variant in enumerate(variants) if variant in variants[:number]]
+    if twice:
+        raise ConfigError(f"--systems names {twice[0]!r} twice; --repeats says how often each of them runs")
+    return tuple(variants)
+
+
+# --- the record --------------------------------------------------------------------------------------------------
+
+
+class PlannedRun(FrozenModel):
+    """One run of a comparison."""
+
+    variant: str
+    """Its label."""
+    repeat: int
+    """From 1."""
+    run_id: str = ""
+    """Of its newest start; empty before."""
+    failure: str = ""
+    """What ended that early, in one sentence."""
+    finished: bool | None = None
+    """Whether that came to its end, rather than being interrupted; None is not known."""
+
+
+class Tuned(FrozenModel):
+    """What a variant was given after its settings had been tried out."""
+
+    assignments: tuple[str, ...]
+    run_id: str
+    """The run that tried them."""
+
+
+class PlannedComparison(FrozenModel):
+    """Variants that do the same work, and the runs that takes, in their order."""
+
+    label: str
+    scenario: Scenario
+    """Resolved; what all share."""
+    variants: tuple[Variant, ...]
+    repeats: int
+    runs: tuple[PlannedRun, ...]
+    tuned: dict[str, Tuned] = Field(default_factory=dict)
+    """By label of the variant."""
+
+    @classmethod
+    def plan(cls, label: str, scenario: Scenario, variants: Sequence[Variant], repeats: int) -> Self:
+        """Runs there and back (A B B A ...), so that a machine that gets slower does so for all alike."""
+        runs = tuple(
+            PlannedRun(variant=variant.label, repeat=repeat)
+            for repeat in range(1, repeats + 1)
+            for variant in (variants if repeat % 2 else reversed(variants))
+        )
+        return cls(label=label, scenario=scenario, variants=tuple(variants), repeats=repeats, runs=runs)
+
+    def scenario_of(self, variant: str) -> Scenario:
+        """What the variant of that label runs, tuned if it was."""
+        found = next(each for each in self.variants if each.label == variant)
+        scenario = found.of(self.scenario)
+        return override(scenario, self.tuned[variant].assignments) if variant in self.tuned else scenario
+
+    def with_run(self, run: PlannedRun) -> Self:
+        """The same with that run in its place."""
+        runs = tuple(run if (old.variant, old.repeat) == (run.variant, run.repeat) else old for old in self.runs)
+        return self.model_copy(update={"runs": runs})
+
+    def with_tuned(self, variant: str, tuned: Tuned) -> Self:
+        return self.model_copy(update={"tuned": self.tuned | {variant: tuned}})
+
+
+class CompareRecord(FrozenModel):
+    """`compare.json`: comparisons that were started by one command; their runs lie beside its folder."""
+
+    schema_version: int = SCHEMA_VERSION
+    compare_id: str
+    started_at: str
+    """UTC, ISO 8601."""
+    comparisons: tuple[PlannedComparison, ...]
+
+    def with_comparison(self, number: int, comparison: PlannedComparison) -> Self:
+        before, after = self.comparisons[:number], self.comparisons[number + 1 :]
+        return self.model_copy(update={"comparisons": (*before, comparison, *after)})
+
+
+def read_compare(folder: Path) -> CompareRecord:
+    """The record of a comparison's folder.
+
+    Raises:
+        ConfigError: there is none, it is damaged, or it has another schema version.
+    """
+    return read_record(folder / COMPARE, CompareRecord, SCHEMA_VERSION, "comparison")
+
+
+def write_compare(folder: Path, record: CompareRecord) -> None:
+    """Writes `compare.json` so that a reader sees the old one or the new one, never a part.
+
+    Raises:
+        CapricornError: there is no room for it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_record(folder / COMPARE, record)
+    except OSError as error:
+        raise CapricornError(f"cannot write {folder / COMPARE}: {error.strerror}") from None
+
+
+def is_compare(folder: Path) -> bool:
+    """Whether that is the folder of a comparison."""
+    return (folder / COMPARE).exists()
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Holds the folder of a comparison against all others that would carry it out; ends with us if we are killed.
+
+    Raises:
+        ConfigError: another one does, or the folder cannot be written to.
+    """
+    try:
+        lock = (folder / LOCK).open("w")
+    except OSError as error:
+        raise ConfigError(f"cannot write {folder / LOCK}: {error.strerror}") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(
+                f"{folder} is being carried out by another command; wait until that is over, or end it"
+            ) from None
+        yield
+
+
+def place_of(folder: Path, run: PlannedRun) -> Path:
+    """Where that run of the comparison in the folder lies, once it has started."""
+    return folder.resolve().parent / run.run_id
+
+
+def is_done(folder: Path, run: PlannedRun) -> bool:
+    """Whether that run of the comparison in the folder came to its end, did all its iterations and did not fail.
+
+    What else may be wrong with it, its verdict says; it would be so again. Where it is not known whether it came to its
+    end, missing checkpoints are taken to say that it did not. A run whose record is damaged is to be made again.
+    """
+    if not run.run_id or run.failure or run.finished is False:
+        return False
+    try:
+        record = read_run(place_of(folder, run))
+    except ConfigError:
+        return False
+    num_iterations, requested, effective = (record.summary.get(key, 0) for key in ("iterations", *KEPT))
+    is_whole: bool = num_iterations >= record.config.train.iterations
+    return is_whole and (run.finished is True or effective >= requested)
+
+
+def missing_runs(folder: Path, planned: PlannedComparison) -> list[PlannedRun]:
+    """Those of the comparison in the folder that are still to be made, in their order."""
+    return [run for run in planned.runs if not is_done(folder, run)]
+
+
+# --- the same work -----------------------------------------------------------------------------------------------
+
+
+def settings_of(scenario: Scenario) -> dict[str, Any]:
+    """Every `section.field` of a scenario with its value; not what is computed from them."""
+    tree = scenario.model_dump(mode="json", exclude={"emulation", "faults"})
+    return {f"{section}.{field}": value for section, table in tree.items() for field, value in table.items()}
+
+
+def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """Keys of which the two do not have the same value."""
+    return [key for key in ours if ours[key] != theirs.get(key)]
+
+
+def work_of(record: RunRecord) -> dict[str, Any]:
+    """What must be equal of runs that are compared: mode, model, data, seed, loads, cluster and its links, faults."""
+    settings = settings_of(record.config)
+    work = {key: value for key, value in settings.items() if key.partition(".")[0] in WORK and key not in LENGTH}
+    return {"mode": record.mode, **work, "faults": [str(fault) for fault in record.config.faults]}
+
+
+def checkpoints_of(record: RunRecord) -> dict[str, Any]:
+    """How often a run makes a checkpoint, and of how many copies; nothing of one that makes none."""
+    settings = settings_of(record.config)
+    return {} if record.system == BASE else {key: settings[key] for key in CHECKPOINTS}
+
+
+def require_same_work(records: Mapping[str, RunRecord]) -> None:
+    """Raises ConfigError if two of the records, by what they are called, are of different work, naming the first."""
+    _require_same({name: work_of(record) for name, record in records.items()}, "of the same work")
+
+
+def require_same_checkpoints(records: Mapping[str, RunRecord]) -> None:
+    """Raises ConfigError if two of those that make checkpoints make them differently, naming the first difference."""
+    asked = {name: checkpoints_of(record) for name, record in records.items()}
+    _require_same({name: each for name, each in asked.items() if each}, "that make the same checkpoints")
+
+
+def _require_same(facts: Mapping[str, Mapping[str, Any]], which: str) -> None:
+    for (name, first), (other_name, other) in product(list(facts.items())[:1], facts.items()):
+        for key in differing(first, other):
+            raise ConfigError(
+                f"only runs {which} can be compared: {key} is {first[key]} in {name} and {other[key]} in {other_name}"
+            )

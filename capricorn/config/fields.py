@@ -1,0 +1,68 @@
+"""What settings are built from: frozen models, sizes and rates as people write them, one line for each error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+
+from capricorn.errors import ConfigError
+from capricorn.units import parse_bytes, parse_rate
+
+
+def check(condition: bool, message: str) -> None:
+    """Raises ConfigError with the message unless the condition holds."""
+    if not condition:
+        raise ConfigError(message)
+
+
+def _read_bytes(value: Any) -> Any:
+    return parse_bytes(value) if isinstance(value, str) else value
+
+
+def _read_rate(value: Any) -> Any:
+    return parse_rate(value) if isinstance(value, str) else value
+
+
+ByteCount = Annotated[int, BeforeValidator(_read_bytes)]
+"""Bytes, also as people write them: `256KiB`."""
+ByteRate = Annotated[float, BeforeValidator(_read_rate)]
+"""Bytes a second, also as people write them: `200Mbit`, `5GB/s`."""
+
+
+class FrozenModel(BaseModel):
+    """A value that cannot be changed and accepts no unknown field."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+T = TypeVar("T", bound=BaseModel)
+
+
+def validate(model: type[T], values: Mapping[str, Any], where: str, *, lax: bool = False) -> T:
+    """The values as that model.
+
+    Raises:
+        ConfigError: in one line: where, which field, what is wrong with its value.
+    """
+    try:
+        return model.model_validate(dict(values), strict=False if lax else None)
+    except ConfigError:
+        raise
+    except ValidationError as error:
+        raise ConfigError(_describe(error, where)) from None
+
+
+def _message(fault: Mapping[str, Any]) -> str:
+    return str(fault["msg"]).removeprefix("Value error, ").replace("Input should", "should", 1)
+
+
+def _describe(error: ValidationError, where: str) -> str:
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    if isinstance(cause := first.get("ctx", {}).get("error"), ConfigError):
+        return str(cause)
+    if first["type"] == "extra_forbidden":
+        return f"{where}: unknown key {key!r}"
+    return f"{where}: {key} = {first.get('input')!r}: {_message(first)}"

@@ -1,0 +1,58 @@
+"""How checkpoint traffic is scheduled: the settings of the planner, checked when they are made."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal, Self
+
+from pydantic import ConfigDict, Field, model_validator
+
+from capricorn.config.fields import ByteCount, FrozenModel
+from capricorn.errors import unknown_name
+from capricorn.units import GIB, KIB
+
+REPLANS = ("never", "every-K", "every-iter", "speculative", "oracle")
+RHO_RANGE = (0.001, 1000.0)
+"""Transfer time of a checkpoint / idle time, as far as a replay makes sense of it."""
+
+
+class PlannerConfig(FrozenModel):
+    """How the system `capricorn` plans what it sends when."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    spans: Literal["load", "layer", "global", "none"] = Field(
+        default="load",
+        description="idle spans by the loads of the iteration, by layer, as one average; none sends as soon as staged",
+    )
+    replan: str = Field(
+        default="speculative", description="never, every-K, every-iter, speculative, or (offline) oracle"
+    )
+    gate: bool = Field(default=True, description="a chunk starts only while the link is idle at both ends")
+    risk: float = Field(default=0.5, gt=0, lt=1, description="quantile of a span's duration to fill it to at most")
+    max_chunk_bytes: ByteCount = Field(
+        default=256 * KIB, ge=1024, le=GIB, description="what is sent without looking up"
+    )
+    profile_iterations: int = Field(default=4, gt=0, description="iterations that are measured for one plan")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        parse_replan(self.replan)
+        return self
+
+
+def parse_replan(text: str, option: str = "planner.replan") -> int | None:
+    """The interval of `every-K` and `every-iter`; None for the policies that have none.
+
+    `option` is where the text was given.
+
+    Raises:
+        ConfigError: it is no such policy.
+    """
+    if text == "every-iter":
+        return 1
+    if re.fullmatch("every-[1-9][0-9]{0,8}", text):
+        return int(text.removeprefix("every-"))
+    if text not in REPLANS or text == "every-K":
+        raise unknown_name(option, text, REPLANS)
+    return None

@@ -1,0 +1,95 @@
+"""From what a user writes to a checked scenario: preset names, TOML files, `every-N`, `key=value`. Knows no torch."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from capricorn.config.cluster import LOCAL
+from capricorn.config.fields import validate
+from capricorn.config.presets import CLUSTERS, MODELS
+from capricorn.config.scenario import ModelConfig, Scenario
+from capricorn.errors import ConfigError, unknown_name
+
+
+def load_model(name: str) -> ModelConfig:
+    """The preset of that name, or the TOML file at that path.
+
+    Raises:
+        ConfigError: no such preset or file, or the file does not describe a model.
+    """
+    if name in MODELS:
+        return validate(ModelConfig, {"name": name} | MODELS[name], f"model {name}")
+    path = Path(name)
+    if path.suffix == ".toml":
+        return validate(ModelConfig, {"name": path.stem} | read_toml(path), str(path))
+    raise unknown_name("model", name, MODELS)
+
+
+def load_cluster(name: str) -> dict[str, Any]:
+    """The fields of the cluster of that name, or of the one described by the TOML file at that path.
+
+    Raises:
+        ConfigError: no such preset or file.
+    """
+    if name == LOCAL:
+        return {"name": LOCAL}
+    if name in CLUSTERS:
+        return {"name": name} | CLUSTERS[name]
+    path = Path(name)
+    if path.suffix == ".toml":
+        return {"name": path.stem} | read_toml(path)
+    raise unknown_name("cluster", name, [LOCAL, *CLUSTERS])
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The table in a TOML file.
+
+    Raises:
+        ConfigError: it cannot be read or is not TOML.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from None
+
+
+def parse_ckpt(text: str) -> int:
+    """The interval that `every-iter`, `every-N` or `off` stands for; 0 is off.
+
+    Raises:
+        ConfigError: it is none of these, or N is 0.
+    """
+    if text in ("every-iter", "off"):
+        return {"every-iter": 1, "off": 0}[text]
+    match = re.fullmatch(r"every-(\d+)", text)
+    if match is None or int(match[1]) == 0:
+        raise ConfigError(f"--ckpt {text!r} is not every-iter, every-N with N >= 1, or off")
+    return int(match[1])
+
+
+def override(scenario: Scenario, assignments: Iterable[str]) -> Scenario:
+    """The scenario with `section.key=value` settings applied and all of it checked again.
+
+    Raises:
+        ConfigError: a key is unknown or a value does not fit it.
+    """
+    tree = scenario.model_dump()
+    for assignment in assignments:
+        key, equals, value = assignment.partition("=")
+        section, _, field = key.partition(".")
+        if not equals:
+            raise ConfigError(f"--set {assignment!r} is not key=value")
+        known = [f"{s}.{f}" for s, table in tree.items() if isinstance(table, dict) for f in table]
+        if key not in known:
+            nearest = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {nearest[0]!r}?" if nearest else f"sections: {', '.join(tree)}"
+            raise ConfigError(f"--set {assignment!r}: unknown key {key!r}; {hint}")
+        tree[section][field] = value
+    return validate(Scenario, tree, "--set", lax=True)

@@ -1,0 +1,286 @@
+"""What a run is: frozen models of the model, the cluster, the system and the training, checked when they are made.
+
+Knows no torch, no file and no process.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from capricorn.config.cluster import ClusterConfig, Pace, Times
+from capricorn.config.fault_spec import LINK_KINDS, NO_LINKS, FaultSpec
+from capricorn.config.fields import ByteCount, FrozenModel, check
+from capricorn.config.planner import PlannerConfig
+from capricorn.config.system_settings import DcpConfig, GeminiConfig, PersistConfig, StorageConfig, TorchSnapshotConfig
+from capricorn.hooks import DIRECTIONS, MOMENTS, NO_LAYER, OpKey, matches_op
+from capricorn.topology import Topology, expert_split
+from capricorn.units import KIB, BytesPerSecond
+
+ROUTER = "router"
+
+
+class ModelConfig(FrozenModel):
+    """A decoder-only MoE transformer and the batch each rank trains it on.
+
+    Family `mixtral`: RMSNorm, RoPE, grouped-query or latent attention, SwiGLU experts (3 matrices), dropless routing.
+    Family `gpt-moe`: the GPT-2 block with fairscale's capacity-bound MOELayer (2 matrices an expert, top-2).
+    """
+
+    name: str
+    family: Literal["mixtral", "gpt-moe"]
+    num_layers: int = Field(gt=0)
+    hidden: int = Field(gt=0)
+    ffn: int = Field(gt=0, description="inner width of one expert")
+    num_heads: int = Field(gt=0)
+    num_kv_heads: int = Field(gt=0)
+    head_dim: int = Field(gt=0)
+    attention: Literal["gqa", "mla"] = "gqa"
+    num_experts: int = Field(gt=0)
+    top_k: int = Field(gt=0)
+    num_shared_experts: int = Field(default=0, ge=0)
+    num_dense_layers: int = Field(default=0, ge=0, description="first layers with a dense feed-forward block")
+    dense_ffn: int = Field(default=0, ge=0)
+    moe_every: int = Field(default=1, gt=0, description="every k-th layer is MoE")
+    vocab_size: int = Field(ge=256, description="256 trains on bytes, more on a BPE of that size")
+    seq_len: int = Field(gt=0)
+    batch_size: int = Field(gt=0, description="sequences per rank and iteration")
+    tie_embeddings: bool = False
+    balance_loss: float = Field(default=0.01, ge=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        check(self.top_k <= self.num_experts, f"top_k {self.top_k} exceeds num_experts {self.num_experts}")
+        check(
+            self.num_heads % self.num_kv_heads == 0,
+            f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}",
+        )
+        check(self.head_dim % 2 == 0, f"head_dim {self.head_dim} must be even")
+        moe_layers = sum(map(self.is_moe, range(self.num_layers)))
+        check(moe_layers > 0, "the model has no MoE layer")
+        check(
+            self.family == "gpt-moe" or self.dense_ffn > 0 or moe_layers == self.num_layers,
+            "layers that are not MoE need dense_ffn > 0",
+        )
+        if self.family == "gpt-moe":
+            check(self.top_k == 2, f"family gpt-moe routes by fairscale's Top2Gate: top_k must be 2, not {self.top_k}")
+            check(self.num_shared_experts == 0, "family gpt-moe has no shared experts")
+            check(self.num_kv_heads == self.num_heads, "family gpt-moe has one key-value head per head")
+            check(self.attention == "gqa", "family gpt-moe has plain attention")
+            check(self.num_dense_layers == 0, "family gpt-moe places dense layers by moe_every")
+        return self
+
+    @property
+    def tokens_per_rank(self) -> int:
+        return self.seq_len * self.batch_size
+
+    def is_moe(self, layer: int) -> bool:
+        return layer >= self.num_dense_layers and (layer + 1) % self.moe_every == 0
+
+
+class Emulation(FrozenModel):
+    """The scale model as computed: what it stands for, by what factors, and what it comes to."""
+
+    target: ModelConfig | None
+    """The model it stands for; None when measured durations are emulated with the model as it is."""
+    tokens_per_device: float
+    """Of the target, in one iteration."""
+    time_factor: float
+    """Seconds here for a second there."""
+    byte_factor: float
+    """Bytes there for a byte here."""
+    pace: Pace
+    link_bytes_per_s: BytesPerSecond
+    storage_node_bytes_per_s: BytesPerSecond | None
+    storage_total_bytes_per_s: BytesPerSecond | None
+    there: Times | None
+    """Of the target, in its own seconds."""
+    here: Times
+
+    @property
+    def rho(self) -> float:
+        return self.here.rho
+
+
+class LoadsConfig(FrozenModel):
+    """Where the loads of the experts come from: the router, a phase of the synthetic generator, or a trace file."""
+
+    source: str = Field(default=ROUTER, description="router, a phase, or an npz file")
+    first: int = Field(default=1, gt=0, le=100_000, description="iteration of the phase or trace to start at")
+
+
+class TrainConfig(FrozenModel):
+    """How long and with what recipe the model trains; the schedule does not depend on `iterations`."""
+
+    iterations: int = Field(default=30, gt=0)
+    warmup: int = Field(default=5, ge=0, description="first iterations, recorded but left out of the summary")
+    seed: int = Field(default=0, ge=0)
+    lr: float = Field(default=1e-3, gt=0)
+    min_lr_frac: float = Field(default=0.1, ge=0, le=1)
+    lr_warmup_iterations: int = Field(default=10, ge=0)
+    schedule_iterations: int = Field(default=1000, gt=0, description="length of the cosine")
+    weight_decay: float = Field(default=0.1, ge=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    clip_norm: float = Field(default=1.0, gt=0)
+    timeline_every: int = Field(default=10, gt=0, description="iterations between two recorded op timelines")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        check(
+            self.warmup < self.iterations,
+            f"warmup {self.warmup} leaves nothing of {self.iterations} iterations to measure; use fewer",
+        )
+        return self
+
+
+class DataConfig(FrozenModel):
+    """Text to train on: `stdlib` (the sources of the interpreter's standard library) or a file or folder.
+
+    Of more than 16 MiB only the first are read, which is many epochs of a benchmark.
+    """
+
+    path: str = "stdlib"
+
+
+class SystemConfig(FrozenModel):
+    """A checkpointing system and its settings."""
+
+    name: str = "capricorn"
+    every: int = Field(default=1, ge=0, description="iterations between two checkpoints; 0 is off")
+    replicas: int = Field(default=2, gt=0, description="copies of each shard, one of them local")
+    block_bytes: ByteCount = Field(
+        default=256 * KIB,
+        ge=4096,
+        multiple_of=4096,
+        description="unit of checksum, and of transfer where none is planned",
+    )
+    low_class: bool = Field(default=True, description="mark checkpoint traffic with DSCP CS1")
+    send_buffer_bytes: ByteCount = Field(default=128 * KIB, ge=4096, description="SO_SNDBUF of checkpoint sockets")
+    give_way: bool = Field(default=True, description="sending and receiving take only CPU time that nobody else wants")
+    timeout_s: float = Field(default=30.0, gt=0, description="deadline of every wait on a peer")
+    max_lost: int = Field(
+        default=1,
+        ge=1,
+        le=2,
+        description="finished iterations that may be lost; with 2 a late save holds up nothing yet",
+    )
+
+
+class StoreConfig(FrozenModel):
+    """Where the memory store lives."""
+
+    root: str = "/dev/shm"
+    keep: bool = Field(default=False, description="leave the store in place after the run")
+
+
+class LaunchConfig(FrozenModel):
+    """What is passed through to torchrun; `nnodes` > 0 means real machines, this one being `node_rank`."""
+
+    nnodes: int = Field(default=0, ge=0)
+    node_rank: int = Field(default=0, ge=0)
+    rdzv_endpoint: str = ""
+    max_restarts: int = Field(default=3, ge=0, description="restarts beyond those the injected faults need")
+    restart: Literal["warm", "torchrun"] = Field(
+        default="warm",
+        description="who starts the ranks, and again: processes that wait with torch imported, or torchrun",
+    )
+    frozen_s: float = Field(default=2.5, gt=0, description="silence of a process after which it counts as hung")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.nnodes:
+            check(":" in self.rdzv_endpoint, "--nnodes needs --rdzv-endpoint HOST:PORT")
+            check(self.node_rank < self.nnodes, f"--node-rank {self.node_rank} is not below --nnodes {self.nnodes}")
+        return self
+
+    @property
+    def by_torchrun(self) -> bool:
+        """Whether torchrun starts the ranks, as always on real machines."""
+        return self.restart == "torchrun" or self.nnodes > 0
+
+
+class Scenario(FrozenModel):
+    """All that defines a run; stored resolved in its record."""
+
+    model: ModelConfig
+    train: TrainConfig = TrainConfig()
+    data: DataConfig = DataConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    loads: LoadsConfig = LoadsConfig()
+    system: SystemConfig = SystemConfig()
+    planner: PlannerConfig = PlannerConfig()
+    gemini: GeminiConfig = GeminiConfig()
+    persist: PersistConfig = PersistConfig()
+    storage: StorageConfig = StorageConfig()
+    torchsnapshot: TorchSnapshotConfig = TorchSnapshotConfig()
+    dcp: DcpConfig = DcpConfig()
+    store: StoreConfig = StoreConfig()
+    launch: LaunchConfig = LaunchConfig()
+    faults: tuple[FaultSpec, ...] = ()
+    emulation: Emulation | None = None
+    """Computed from the cluster and the model; None without emulation."""
+
+    @property
+    def topology(self) -> Topology:
+        return Topology(self.cluster.nodes, self.cluster.ranks_per_node)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        topology, model = self.topology, self.model
+        check(
+            self.system.replicas <= topology.num_nodes,
+            f"--replicas {self.system.replicas} needs as many nodes, there are {topology.num_nodes}; "
+            f"use --nodes {self.system.replicas} or --replicas {topology.num_nodes}",
+        )
+        check(
+            self.planner.replan != "oracle",
+            "planner.replan=oracle knows what has not happened yet: it is for ablate --trace alone",
+        )
+        expert_split(model.num_experts, topology.world_size)
+        if model.family == "gpt-moe":
+            check(
+                model.num_experts % topology.world_size == 0,
+                f"{model.num_experts} experts do not divide by {topology.world_size} ranks, "
+                f"as {model.name} (fairscale MOELayer) needs; change --nodes or --ranks-per-node",
+            )
+            check(
+                model.tokens_per_rank % model.num_experts == 0,
+                f"{model.tokens_per_rank} tokens per rank do not divide by {model.num_experts} experts, "
+                f"as {model.name} (fairscale Top2Gate) needs; change model.batch_size or model.seq_len",
+            )
+            check(
+                self.loads.source == ROUTER,
+                f"--loads {self.loads.source}: {model.name} is routed by fairscale's gate, whose experts take a fixed "
+                "number of rows; use --loads router",
+            )
+        check(
+            not (self.cluster.is_emulated and self.launch.nnodes),
+            f"--cluster {self.cluster.name} emulates all nodes on this machine: leave out --nnodes",
+        )
+        for fault in self.faults:
+            _check_fault(fault, topology, model, self.train.iterations)
+            check(fault.kind not in LINK_KINDS or self.cluster.is_emulated, f"fault {fault}: {NO_LINKS}")
+        return self
+
+
+def ops_of(model: ModelConfig) -> list[OpKey]:
+    """Every op of an iteration."""
+    kinds = {True: ("attention", "gate", "dispatch", "expert", "combine"), False: ("attention", "expert")}
+    layers = [(layer, kind) for layer in range(model.num_layers) for kind in kinds[model.is_moe(layer)]]
+    both = [*layers, (NO_LAYER, "head")]
+    keys = [OpKey(layer, direction, kind) for layer, kind in both for direction in DIRECTIONS]  # type: ignore[arg-type]
+    return [*keys, OpKey(NO_LAYER, "backward", "reduce"), OpKey(NO_LAYER, "forward", "update")]
+
+
+def _check_fault(fault: FaultSpec, topology: Topology, model: ModelConfig, iterations: int) -> None:
+    can_strike = fault.op in MOMENTS or any(
+        matches_op(fault.op, op, edge) for op in ops_of(model) for edge in ("begin", "end")
+    )
+    check(can_strike, f"fault {fault} can never strike: {model.name} has no such op")
+    if fault.rank is not None:
+        check(fault.rank < topology.world_size, f"fault {fault} names rank {fault.rank} of {topology.world_size}")
+    if fault.node is not None:
+        check(fault.node < topology.num_nodes, f"fault {fault} names node {fault.node} of {topology.num_nodes}")
+    check(fault.iteration <= iterations, f"fault {fault} comes after the last iteration, {iterations}")

@@ -1,0 +1,91 @@
+"""Where the nodes of a run live: on this machine's loopback, or in network namespaces with shaped links.
+
+Decides which of them this machine can give; what is run on the nodes is not its concern.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import Protocol
+
+from capricorn.config.cluster import ClusterConfig
+from capricorn.emulation.fabric import Entry, Fabric, FabricError, Shape
+from capricorn.errors import ConfigError
+
+NAMESPACES, USER_NAMESPACES, PACED = "namespaces", "user-namespaces", "paced"
+WAYS = (NAMESPACES, USER_NAMESPACES, PACED)
+"""The ways to make links, the most faithful first."""
+
+
+class Ground(Protocol):
+    """Nodes with an address each, and a place outside of all of them."""
+
+    @property
+    def interface(self) -> str:
+        """What the nodes' own network interface is called."""
+        ...
+
+    @property
+    def listener(self) -> socket.socket:
+        """Listens outside of all nodes, where they meet."""
+        ...
+
+    def address(self, node: int) -> str: ...
+
+    def enter_node(self, node: int) -> Entry:
+        """How a process of the node is started."""
+        ...
+
+    def enter_switch(self) -> Entry:
+        """How a process outside of all nodes is started."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def loopback_address(node: int) -> str:
+    """A node's own address; torchrun sorts nodes by it as text, so all have three digits at the end."""
+    return f"127.0.0.{100 + node}"
+
+
+class Loopback:
+    """All nodes share this machine's loopback; links, if there are any, are paced in user space."""
+
+    interface = "lo"
+
+    def __init__(self) -> None:
+        # It listens before any process starts, so no port can be taken in between and no agent comes too early.
+        self.listener = socket.create_server(("127.0.0.1", 0), backlog=256)
+
+    def address(self, node: int) -> str:
+        return loopback_address(node)
+
+    def enter_node(self, node: int) -> Entry:
+        return Entry()
+
+    def enter_switch(self) -> Entry:
+        return self.enter_node(0)
+
+    def close(self) -> None:
+        """Ends the listening."""
+        self.listener.close()
+
+
+def lay_ground(cluster: ClusterConfig) -> tuple[Ground, str]:
+    """The nodes of a cluster, and the way their links are made; of several ways the first that works here.
+
+    Raises:
+        ConfigError: the way that was asked for does not work here.
+    """
+    if not cluster.is_emulated:
+        return Loopback(), cluster.links
+    shape = Shape(cluster.nodes, cluster.rate, cluster.qos)
+    reasons = []
+    for way in WAYS if cluster.links == "auto" else (cluster.links,):
+        if way == PACED:
+            return Loopback(), PACED
+        try:
+            return Fabric.build(shape, unprivileged=way == USER_NAMESPACES), way
+        except FabricError as error:
+            reasons.append(str(error))
+    raise ConfigError(f"cluster.links={cluster.links} does not work here: {reasons[0]}; use cluster.links=auto")

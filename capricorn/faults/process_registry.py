@@ -1,0 +1,61 @@
+"""Which processes run the ranks: each worker writes down itself and its node's agent, for faults that strike others."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import psutil
+
+from capricorn.records.job_file import WORKERS
+
+
+class ProcessName(NamedTuple):
+    """A process as long as it lives: its id may be given to somebody else later."""
+
+    pid: int
+    created_s: float
+
+    @classmethod
+    def of(cls, pid: int) -> Self:
+        return cls(pid, psutil.Process(pid).create_time())
+
+    def find(self) -> psutil.Process | None:
+        """None once it has ended."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(self.pid)
+            return process if process.create_time() == self.created_s else None
+        return None
+
+    def send(self, number: signal.Signals) -> None:
+        """Sends the signal, if the process is still there."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if (process := self.find()) is not None:
+                process.send_signal(number)
+
+
+class Registered(NamedTuple):
+    """The processes of a rank."""
+
+    worker: ProcessName
+    agent: ProcessName
+
+
+def register_worker(run_dir: Path, rank: int) -> None:
+    """Notes this process as the one that runs `rank`, and its parent as the agent of its node."""
+    folder = run_dir / WORKERS
+    folder.mkdir(exist_ok=True)
+    names = ProcessName.of(os.getpid()), ProcessName.of(os.getppid())
+    (folder / str(rank)).write_text(" ".join(f"{name.pid} {name.created_s}" for name in names))
+
+
+def registered(run_dir: Path, rank: int) -> Registered | None:
+    """The newest processes of that rank; None if it never started."""
+    try:
+        worker, born_s, agent, agent_born_s = (run_dir / WORKERS / str(rank)).read_text().split()
+    except FileNotFoundError:
+        return None
+    return Registered(ProcessName(int(worker), float(born_s)), ProcessName(int(agent), float(agent_born_s)))

@@ -1,1 +1,0 @@
-"""The one MoE trainer that drives every system, and what launches it."""

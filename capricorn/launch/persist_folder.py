@@ -1,0 +1,61 @@
+"""The folder of a run's persistent tier: made, and refused if what lies there cannot be resumed. Knows no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from capricorn.config.scenario import Scenario
+from capricorn.errors import CapricornError, ConfigError
+from capricorn.runtime.persist.layout import Manifest, folder_of, is_tier, iterations_in
+
+PERSISTENT: Final = "persistent"
+"""Of a run folder: its persistent tier, unless it is to be elsewhere."""
+
+
+def tier_of(scenario: Scenario, run_dir: Path) -> Path | None:
+    """The folder of the persistent tier, made if it is the run's own; None if there is to be none."""
+    if scenario.persist.dir:
+        return Path(scenario.persist.dir).resolve()
+    if not scenario.persist.every:
+        return None
+    (own := run_dir / PERSISTENT).mkdir()
+    return own
+
+
+def check_tier(scenario: Scenario) -> None:
+    """Makes the folder that the user named, if it is not there.
+
+    Raises:
+        ConfigError: that is not possible, or it holds something else than checkpoints of the same model, of which there
+            is some way left to go.
+    """
+    if not scenario.persist.dir:
+        return
+    root = Path(scenario.persist.dir).resolve()
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        is_empty = next(root.iterdir(), None) is None
+    except OSError as error:
+        raise ConfigError(f"--persist-dir {root}: cannot make or read the folder: {error.strerror}") from None
+    if not is_empty and not is_tier(root):
+        raise ConfigError(f"--persist-dir {root} is not empty and holds no checkpoints: name an empty or a new folder")
+    for iteration in reversed(iterations_in(root)):
+        try:
+            found = Manifest.read(folder_of(root, iteration))
+        except CapricornError:
+            continue  # damaged: the ranks will name it, and skip it
+        _check_model(found, scenario, root)
+        return
+
+
+def _check_model(found: Manifest, scenario: Scenario, root: Path) -> None:
+    if found.model not in ("", scenario.model.name):
+        raise ConfigError(
+            f"--persist-dir {root} holds checkpoints of {found.model}, not of {scenario.model.name}; name another"
+        )
+    if found.iteration >= scenario.train.iterations:
+        raise ConfigError(
+            f"--persist-dir {root} holds iteration {found.iteration}, and training ends with "
+            f"{scenario.train.iterations}: ask for more --iterations, or name another folder"
+        )

@@ -1,0 +1,249 @@
+"""What this machine is and what it can do, before anything starts: the environment of a record, the checks of doctor,
+the refusals of run. Imports no torch and starts no process but git.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata, util
+from pathlib import Path
+
+import psutil
+
+import capricorn
+from capricorn.config.scenario import Scenario
+from capricorn.errors import ConfigError
+from capricorn.records.samples import Environment
+from capricorn.sizing.memory import Needs, needs_of
+from capricorn.systems.registry import SYSTEMS
+from capricorn.units import Bytes, format_bytes
+
+MIN_PYTHON = (3, 11)
+PACKAGES = ("torch", "capricorn-bench", "numpy", "fairscale", "torchsnapshot", "lm-resiliency", "torch_checkpointing")
+BASE_FILES, FILES_PER_RANK = 64, 16
+"""Descriptors of one process: libraries, pipes and logs, and per rank its gloo and checkpoint sockets and a slot."""
+
+_CGROUP = Path("/sys/fs/cgroup")
+_CAP_NET_ADMIN = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing looked at: what there is, what is needed, and what to do when that does not suffice."""
+
+    name: str
+    ok: bool
+    found: str
+    needed: str
+    advice: str = ""
+
+
+# --- the environment of a record ---------------------------------------------------------------------------------
+
+
+def environment(device: str) -> Environment:
+    """Versions, commit and hardware this process runs on; reads metadata and imports none of the packages."""
+    versions = {name: version for name in PACKAGES if (version := _version(name))}
+    return Environment(
+        versions=versions | {"python": platform.python_version()},
+        commit=_commit(),
+        host=platform.node(),
+        cpu=_cpu_model(),
+        num_cpus=_num_cpus(),
+        memory_bytes=psutil.virtual_memory().total,
+        device=device,
+        kernel=platform.release(),
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _commit() -> str:
+    """The commit of the checkout this package runs from, `-dirty` when changed; empty for an installed one."""
+    checkout = Path(capricorn.__file__).parents[1]
+    if not (checkout / ".git").exists():
+        return ""
+    command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _cpu_model() -> str:
+    match = re.search(r"^model name\s*:\s*(.+)$", _read(Path("/proc/cpuinfo")), re.MULTILINE)
+    return match[1] if match else platform.processor() or platform.machine()
+
+
+def _num_cpus() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+# --- devices -----------------------------------------------------------------------------------------------------
+
+
+def num_cuda_devices() -> int:
+    """CUDA devices that the installed torch could use, counted without importing it."""
+    if "+cpu" in _version("torch"):
+        return 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return sum(1 for name in visible.split(",") if name.strip() and name.strip() != "-1")
+    return sum(1 for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
+
+
+def resolve_device(scenario: Scenario) -> Scenario:
+    """The scenario with device `auto` replaced: `cuda` when there is a device, else `cpu`."""
+    if scenario.cluster.device != "auto":
+        return scenario
+    device = "cuda" if num_cuda_devices() else "cpu"
+    return scenario.model_copy(update={"cluster": scenario.cluster.model_copy(update={"device": device})})
+
+
+# --- checks ------------------------------------------------------------------------------------------------------
+
+
+def require(scenario: Scenario) -> None:
+    """Passes when this machine can run the scenario.
+
+    Raises:
+        ConfigError: in one line: what is needed, what there is, what to do. The first thing missing is named.
+    """
+    for check in _needed(resolve_device(scenario)):
+        if not check.ok:
+            raise ConfigError(f"{check.name}: this run needs {check.needed}, found {check.found}; {check.advice}")
+
+
+def checks(scenario: Scenario) -> list[Check]:
+    """Everything doctor looks at: what the scenario needs, the other systems, privileges."""
+    scenario = resolve_device(scenario)
+    others = [_check_system(name, is_needed=False) for name in SYSTEMS if name != scenario.system.name]
+    return [*_needed(scenario), *others, _check_privileges()]
+
+
+def _needed(scenario: Scenario) -> Iterator[Check]:
+    cuda = scenario.cluster.device == "cuda"
+    needs = needs_of(scenario, cuda=cuda)
+    yield _check_python()
+    yield _check_torch()
+    yield _check_system(scenario.system.name, is_needed=True)
+    if cuda:
+        yield _check_cuda(scenario)
+    yield _check_files(scenario)
+    yield _check_memory(scenario, needs)
+    yield _check_tmpfs(scenario, needs)
+
+
+def _check_python() -> Check:
+    wanted = ".".join(map(str, MIN_PYTHON))
+    return Check("python", sys.version_info >= MIN_PYTHON, platform.python_version(), f">= {wanted}", "install it")
+
+
+def _check_torch() -> Check:
+    found = _version("torch") if util.find_spec("torch") else ""
+    return Check("torch", bool(found), found or "none", "installed", "pip install capricorn-bench")
+
+
+def _check_system(name: str, *, is_needed: bool) -> Check:
+    """Whether the module of a system is there, and its extra if that is needed; does not import it."""
+    info = SYSTEMS[name]
+    module = info.target.partition(":")[0]
+    if not info.is_installed:
+        return Check(f"system {name}", not is_needed, "not installed", f"module {info.needs}", info.install)
+    ok = util.find_spec(module) is not None
+    return Check(f"system {name}", ok, "there" if ok else "missing", "its module", f"reinstall: no module {module}")
+
+
+def _check_cuda(scenario: Scenario) -> Check:
+    found = num_cuda_devices()
+    return Check("cuda", found > 0, f"{found} devices", "a CUDA device and a torch built for it", "use --device cpu")
+
+
+def _check_files(scenario: Scenario) -> Check:
+    needed = BASE_FILES + FILES_PER_RANK * scenario.topology.world_size
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    ok = soft == resource.RLIM_INFINITY or soft >= needed
+    found = "no limit" if soft == resource.RLIM_INFINITY else str(soft)
+    return Check("open files", ok, found, f"{needed} per process", f"use ulimit -n {needed} or fewer ranks")
+
+
+def _check_tmpfs(scenario: Scenario, needs: Needs) -> Check:
+    root = Path(scenario.store.root)
+    name, needed = f"store {root}", f"{format_bytes(needs.store_bytes)} free"
+    if not root.is_dir() or not os.access(root, os.W_OK | os.X_OK):
+        return Check(name, False, "no writable folder", needed, "name a tmpfs with --set store.root=DIR")
+    free = _free_bytes(root)
+    kind = _filesystem(root)
+    found = f"{format_bytes(free)} free on {kind}" + ("" if kind == "tmpfs" else ", which is not memory")
+    return Check(name, free >= needs.store_bytes, found, needed, _less_store(scenario, root, needs))
+
+
+def _check_memory(scenario: Scenario, needs: Needs) -> Check:
+    found = available_memory()
+    advice = "use a smaller --model" + _fewer_copies(scenario)
+    return Check(
+        "host memory", found >= needs.host_bytes, f"{format_bytes(found)} available",
+        format_bytes(needs.host_bytes), advice,
+    )  # fmt: skip
+
+
+def _less_store(scenario: Scenario, root: Path, needs: Needs) -> str:
+    enlarge = f"enlarge it (mount -o remount,size={-(-needs.store_bytes // 2**20)}M {root})"
+    return f"use a smaller --model{_fewer_copies(scenario)}, {enlarge}, or --set store.root=DIR"
+
+
+def _fewer_copies(scenario: Scenario) -> str:
+    return ", --replicas 1" if scenario.system.replicas > 1 else ""
+
+
+def _check_privileges() -> Check:
+    effective = re.search(r"^CapEff:\s*([0-9a-f]+)$", _read(Path("/proc/self/status")), re.MULTILINE)
+    can = effective is not None and bool(int(effective[1], 16) >> _CAP_NET_ADMIN & 1)
+    found = "CAP_NET_ADMIN" if can else "no CAP_NET_ADMIN"
+    return Check("privileges", True, found, "none for --cluster local", "run as root to emulate a network")
+
+
+# --- memory and file systems -------------------------------------------------------------------------------------
+
+
+def available_memory() -> Bytes:
+    """Host memory that can be had: what the kernel says is available, within the container's limit."""
+    available: Bytes = psutil.virtual_memory().available
+    limit, used = _read(_CGROUP / "memory.max").strip(), _read(_CGROUP / "memory.current").strip()
+    if not (limit.isdigit() and used.isdigit()):
+        return available
+    cached = re.search(r"^inactive_file (\d+)$", _read(_CGROUP / "memory.stat"), re.MULTILINE)
+    return max(0, min(available, int(limit) - int(used) + (int(cached[1]) if cached else 0)))
+
+
+def _free_bytes(folder: Path) -> Bytes:
+    stat = os.statvfs(folder)
+    return stat.f_bavail * stat.f_frsize
+
+
+def _filesystem(folder: Path) -> str:
+    """The type of the file system a folder lies on: `tmpfs`, `ext4`, ..."""
+    path = folder.resolve()
+    mounts = [part for part in psutil.disk_partitions(all=True) if path.is_relative_to(part.mountpoint)]
+    # The last of equal mount points hides the earlier ones.
+    return max(reversed(mounts), key=lambda part: len(part.mountpoint)).fstype if mounts else "unknown"

@@ -1,0 +1,130 @@
+"""Where a rank stands in its job, and how it meets the others: as torchrun says, or as the node that forked it says.
+
+Knows no model and no checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import socket
+import stat
+from datetime import timedelta
+from typing import Final, NamedTuple, Protocol
+
+import torch.distributed as dist
+from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from capricorn.launch.own_address import own_address
+from capricorn.records.job_file import ATTEMPT, Job
+from capricorn.runtime.comm.collectives import maximum
+
+COLLECTIVE_TIMEOUT: Final = timedelta(seconds=120)
+JOIN_TIMEOUT: Final = timedelta(seconds=15)
+"""Of finding the store where the ranks meet, and each other in it."""
+
+
+class UnreachableError(RuntimeError):
+    """The place where the ranks meet cannot be reached from this node."""
+
+
+class Met(NamedTuple):
+    """What a rank knows once it has met the others."""
+
+    control: dist.ProcessGroup
+    """A gloo group of all ranks."""
+    attempt: int
+    """How often the job has started before, the same on all ranks."""
+
+
+class Place(Protocol):
+    """A rank's place in the job."""
+
+    rank: int
+    world_size: int
+    attempt: int
+    """As far as it is known before the others are met."""
+
+    def join(self, backend: str) -> Met:
+        """Meets the other ranks, in groups of its own."""
+        ...
+
+    def address(self) -> str:
+        """Of the own node's interface."""
+        ...
+
+
+class TorchrunPlace:
+    """As torchrun's environment says."""
+
+    def __init__(self, job: Job) -> None:
+        self._job, self.attempt = job, 0
+        self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+    def join(self, backend: str) -> Met:
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+        control = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+        file = self._job.run_dir / ATTEMPT
+        # torchrun's own restart count differs between nodes once an agent has been replaced.
+        attempt = maximum(control, int(file.read_text()) if file.exists() else -1) + 1
+        if self.rank == 0 or self._job.scenario.launch.nnodes:
+            file.write_text(str(attempt))
+        return Met(control, attempt)
+
+    def address(self) -> str:
+        has_machines = self._job.scenario.launch.nnodes
+        return own_address(os.environ["MASTER_ADDR"]) if has_machines else _emulated(self._job, self.rank)
+
+
+class ForkedPlace:
+    """As the node says that forked this rank: it may meet the others in one attempt after the other."""
+
+    def __init__(self, job: Job, rank: int, attempt: int, endpoint: tuple[str, int]) -> None:
+        self._job, self.rank, self.world_size = job, rank, job.scenario.topology.world_size
+        self.attempt, self._endpoint = attempt, endpoint
+
+    def join(self, backend: str) -> Met:
+        # A store that outlives all ranks needs a name for each attempt: addresses of the dead must not be read.
+        store = PrefixStore(f"attempt{self.attempt}", self._meeting_place())
+        dist.init_process_group(
+            backend, store=store, rank=self.rank, world_size=self.world_size, timeout=COLLECTIVE_TIMEOUT
+        )
+        return Met(dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT), self.attempt)
+
+    def address(self) -> str:
+        return _emulated(self._job, self.rank)
+
+    def _meeting_place(self) -> TCPStore:
+        host, port = self._endpoint
+        try:
+            return TCPStore(host, port, is_master=False, timeout=JOIN_TIMEOUT)
+        except DistError as error:
+            raise UnreachableError(f"rank {self.rank} cannot reach {host}:{port}: {error}") from None
+
+
+def end_groups() -> None:
+    """Ends all process groups, also those that wait for a dead peer; nothing of them may be referred to any more.
+
+    gloo cannot be told to give up: what is queued goes on in threads of its own, would write into tensors that have
+    been restored meanwhile, and a group that ends waits for it. Without connections all of it fails at once.
+    """
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # it is not connected, or was that of the listing
+            if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                _shut(fd)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()  # groups end with their last reference
+
+
+def _shut(fd: int) -> None:
+    with socket.socket(fileno=os.dup(fd)) as sock:
+        # A thread of gloo's that finds its listener shut would end the process.
+        is_listener = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        if sock.family in (socket.AF_INET, socket.AF_INET6) and not is_listener:
+            sock.shutdown(socket.SHUT_RDWR)
+
+
+def _emulated(job: Job, rank: int) -> str:
+    return job.addresses[job.scenario.topology.node_of(rank)]

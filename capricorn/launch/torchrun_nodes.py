@@ -1,0 +1,175 @@
+"""The nodes of a run as torchrun agents, one each, and the rendezvous that emulated nodes share."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from capricorn.emulation.fabric import Entry
+from capricorn.emulation.testbed import Ground
+from capricorn.errors import ConfigError
+from capricorn.launch.nodes import GaveUpError
+from capricorn.records.job_file import Job
+from capricorn.runtime.store.node_store import NodeStore
+from capricorn.units import Seconds
+
+KEEP_ALIVE_INTERVAL_S = 1
+KEEP_ALIVE_ATTEMPTS = 5
+"""A lost agent is noticed by torchrun's rendezvous after interval x attempts; its defaults make that 15 s."""
+JOIN_TIMEOUT_S = 300
+STOP_TIMEOUT_S: Seconds = 10.0
+
+
+class Rendezvous:
+    """Where the agents meet: our own store for emulated nodes, else what the user named."""
+
+    def __init__(self, job: Job, ground: Ground, log_dir: Path) -> None:
+        """Starts the store if it is ours; it takes over the ground's listener.
+
+        Raises:
+            ConfigError: this machine is to host the user's endpoint and its port is taken.
+        """
+        launch = job.scenario.launch
+        self._process: subprocess.Popen[bytes] | None = None
+        if launch.nnodes:
+            self.endpoint = launch.rdzv_endpoint
+            if launch.node_rank == 0:
+                _check_port(self.endpoint)
+            return
+        with ground.listener as listener:
+            self.endpoint = "{}:{}".format(*listener.getsockname())
+            module = ("capricorn.launch.rendezvous", str(listener.fileno()))
+            log = log_dir / "rendezvous.log"
+            self._process = _spawn(ground.enter_switch(), module, log, pass_fds=(listener.fileno(),))
+
+    def stop(self) -> None:
+        if self._process is not None:
+            _stop(self._process)
+
+
+class TorchrunNodes:
+    """The nodes on this machine, each with an agent of torchrun, which starts its ranks again; implements `Nodes`."""
+
+    def __init__(self, job: Job, ground: Ground, log_dir: Path, on_replace: Callable[[int], None]) -> None:
+        """`on_replace` is told of each node that is replaced, before its successor starts."""
+        self._job, self._ground, self._log_dir, self._on_replace = job, ground, log_dir, on_replace
+        launch = job.scenario.launch
+        self._nodes = [launch.node_rank] if launch.nnodes else list(range(job.scenario.cluster.nodes))
+        self._replacements_left = launch.max_restarts + len(job.scenario.faults)
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._rendezvous: Rendezvous | None = None
+
+    def start(self) -> None:
+        self._rendezvous = Rendezvous(self._job, self._ground, self._log_dir)
+        self._job_file, self._endpoint = self._job.write(), self._rendezvous.endpoint
+        for node in self._nodes:
+            self._start_node(node)
+
+    def wait(self, timeout_s: Seconds) -> None:
+        time.sleep(timeout_s)
+        for node, code in self._exit_codes().items():
+            if code > 0 or (code < 0 and self._replacements_left == 0):
+                raise GaveUpError(node)
+            if code < 0:
+                self._replacements_left -= 1
+                self._on_replace(node)
+                self._start_node(node)
+
+    @property
+    def are_done(self) -> bool:
+        codes = self._exit_codes()
+        return len(codes) == len(self._nodes) and not any(codes.values())
+
+    def progressed(self) -> None:
+        """Whether ranks hang is torchrun's affair."""
+
+    def stop(self) -> None:
+        for process in self._processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+        deadline_s = time.monotonic() + STOP_TIMEOUT_S
+        for process in self._processes.values():
+            _stop(process, max(0.1, deadline_s - time.monotonic()))
+        if self._rendezvous is not None:
+            self._rendezvous.stop()
+
+    def _exit_codes(self) -> dict[int, int]:
+        """Of the agents that have ended: node -> exit code, negative for the signal that ended it."""
+        codes = {node: process.poll() for node, process in self._processes.items()}
+        return {node: code for node, code in codes.items() if code is not None}
+
+    def _start_node(self, node: int) -> None:
+        """Starts the agent of a node, anew if there was one."""
+        NodeStore.create(self._job.node_dir(node), self._job.run_id, node, self._job.scenario.topology)
+        log, env = self._log_dir / f"node{node}.log", self._environment()
+        self._processes[node] = _spawn(self._ground.enter_node(node), self._module(node), log, env=env)
+
+    def _module(self, node: int) -> list[str]:
+        scenario = self._job.scenario
+        launch = scenario.launch
+        where = ["--node-rank", str(node)] if launch.nnodes else ["--local-addr", self._ground.address(node)]
+        conf = {
+            "join_timeout": JOIN_TIMEOUT_S,
+            "keep_alive_interval": KEEP_ALIVE_INTERVAL_S,
+            "keep_alive_max_attempt": KEEP_ALIVE_ATTEMPTS,
+        } | ({} if launch.nnodes else {"is_host": 0})
+        return [
+            "capricorn.launch.torchrun_agent",
+            *("--nnodes", str(scenario.topology.num_nodes)),
+            *("--nproc-per-node", str(scenario.topology.ranks_per_node)),
+            *("--rdzv-backend", "c10d", "--rdzv-endpoint", self._endpoint),
+            *("--rdzv-id", "capricorn" if launch.nnodes else self._job.run_id),
+            *("--rdzv-conf", ",".join(f"{key}={value}" for key, value in conf.items())),
+            *where,
+            *("--max-restarts", str(launch.max_restarts + len(scenario.faults))),
+            *("--monitor-interval", "0.1", "--shutdown-timeout", "5"),
+            *("-m", "capricorn.launch.worker", str(self._job_file)),
+        ]
+
+    def _environment(self) -> dict[str, str]:
+        # With torch 2.13 restarted ranks read the addresses of the dead attempt from the agent's shared store.
+        settings = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONUNBUFFERED": "1"}
+        if not self._job.scenario.launch.nnodes:
+            settings["GLOO_SOCKET_IFNAME"] = self._ground.interface
+        return settings
+
+
+def _spawn(
+    entry: Entry, module: Sequence[str], log: Path, *, env: dict[str, str] | None = None, pass_fds: tuple[int, ...] = ()
+) -> subprocess.Popen[bytes]:
+    # A session of its own: a Ctrl-C at the terminal is for the launcher, which ends the others in order.
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            [*entry.prefix, *module],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **(env or {})},
+            pass_fds=(*entry.pass_fds, *pass_fds),
+            start_new_session=True,
+        )
+
+
+def _stop(process: subprocess.Popen[bytes], timeout_s: Seconds = STOP_TIMEOUT_S) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()
+    try:
+        process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _check_port(endpoint: str) -> None:
+    host, _, port = endpoint.rpartition(":")
+    try:
+        with socket.create_server((host, int(port))):
+            return
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a port"
+        raise ConfigError(f"--rdzv-endpoint {endpoint} cannot be used here: {reason}; choose another port") from None

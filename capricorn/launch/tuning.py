@@ -1,0 +1,75 @@
+"""Settles what a system leaves to be tuned on the scenario itself, by a run of its own before the one that counts."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import median
+
+from capricorn.config.scenario import Scenario
+from capricorn.config.system_settings import AUTO, SWEEP, GeminiConfig
+from capricorn.errors import CapricornError
+from capricorn.launch.launcher import RunListener, launch
+from capricorn.planner.gemini_planner import UNPLANNED, num_swept, swept_factor
+from capricorn.records.samples import ITERATIONS, IterationSample, read_samples
+from capricorn.units import Seconds
+
+TUNED = ("gemini", "gemini-staged")
+
+
+def needs_tuning(scenario: Scenario) -> bool:
+    """Whether a run of it has to be preceded by `tune`."""
+    return scenario.system.name in TUNED and scenario.gemini.mu == AUTO
+
+
+def tune(scenario: Scenario, out: Path, listener: RunListener) -> tuple[Scenario, str]:
+    """The scenario with the factor mu that suits it best, and the run that showed it; none if nothing depends on it.
+
+    Several factors are tried in turn, an iteration each; the one with the shortest median iteration is taken.
+
+    Raises:
+        CapricornError: that run failed.
+    """
+    if scenario.system.every == 0 or scenario.system.replicas == 1:
+        return _with(scenario, mu=1.0), ""
+    folder = launch(sweep_of(scenario), out, listener)
+    durations_s = durations_by_factor(scenario.gemini, read_samples(folder / ITERATIONS, IterationSample))
+    if not durations_s:
+        raise CapricornError(f"no iteration of {folder} was timed, so mu is not known; set gemini.mu")
+    best = min(durations_s, key=lambda factor: median(durations_s[factor]))
+    return _with(scenario, mu=best, tuned_in=folder.name), folder.name
+
+
+def sweep_of(scenario: Scenario) -> Scenario:
+    """The run in which the factors are tried: the same work, cut off when each has had its iterations."""
+    config = scenario.gemini
+    iterations = config.profile_iterations + UNPLANNED + num_swept(config) + 1
+    train = scenario.train.model_copy(update={"iterations": iterations, "warmup": config.profile_iterations})
+    system = scenario.system.model_copy(update={"every": 1})
+    return _with(scenario, mu=SWEEP).model_copy(update={"train": train, "system": system, "faults": ()})
+
+
+def durations_by_factor(config: GeminiConfig, samples: Iterable[IterationSample]) -> dict[float, list[Seconds]]:
+    """By factor: how long the iterations were in which checkpoints left by a plan with it, on the slowest rank.
+
+    A checkpoint leaves in the iteration after its own, and the first ones are not planned.
+
+    Raises:
+        CapricornError: some rank was started again, and planned anew.
+    """
+    slowest_s: dict[int, Seconds] = defaultdict(float)
+    for sample in samples:
+        if sample.attempt:
+            raise CapricornError("the run that tries the factors was started again, so it tells nothing; set gemini.mu")
+        slowest_s[sample.iteration] = max(slowest_s[sample.iteration], sample.duration_s)
+    durations_s: dict[float, list[Seconds]] = defaultdict(list)
+    for number in range(num_swept(config)):
+        iteration = config.profile_iterations + UNPLANNED + number + 2
+        if iteration in slowest_s:
+            durations_s[swept_factor(number)].append(slowest_s[iteration])
+    return dict(durations_s)
+
+
+def _with(scenario: Scenario, **settings: float | str) -> Scenario:
+    return scenario.model_copy(update={"gemini": scenario.gemini.model_copy(update=settings)})

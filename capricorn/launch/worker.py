@@ -1,0 +1,267 @@
+"""One rank: meets the others, takes the newest checkpoint that all have, trains, drains; and again after a failure.
+
+Whether it is the first start or the hundredth, it does the same.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import sys
+import traceback
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+import torch
+import torch.distributed as dist
+
+from capricorn.emulation.pacer import Pacer
+from capricorn.emulation.route import Links, Route
+from capricorn.errors import CapricornError, ConfigError, NoCompleteCheckpointError, TransportError
+from capricorn.faults.injector import FaultInjector
+from capricorn.faults.process_registry import register_worker
+from capricorn.hooks import HookChain
+from capricorn.launch.nodes import FAILED, UNREACHABLE
+from capricorn.launch.rank_context import ForkedPlace, Place, TorchrunPlace, UnreachableError, end_groups
+from capricorn.launch.recorder import Recorder, was_ever_complete
+from capricorn.process import die_with_parent
+from capricorn.records.job_file import FATAL, Job
+from capricorn.runtime.comm.collectives import maximum, share_text
+from capricorn.runtime.persist.layout import iterations_in
+from capricorn.systems.interface import CheckpointSystem, JobContext
+from capricorn.systems.registry import load_system
+from capricorn.trainer.loop import StallMeter, Trainer
+from capricorn.trainer.training import Training
+
+LEFT: Final = b"left"
+
+
+def main() -> None:
+    """Runs the rank that torchrun's environment names, of the job in the file argv[1]."""
+    die_with_parent()
+    signal.signal(signal.SIGTERM, _leave)
+    job = Job.read(Path(sys.argv[1]))
+    torch.set_num_threads(1)  # results are bit-reproducible at a fixed number of threads only
+    worker = Worker(job, TorchrunPlace(job))
+    try:
+        worker.run()
+    except BaseException as error:  # noqa: BLE001 - also SIGTERM; the process ends below
+        worker.fail(error)
+        # Threads of a process group that lost a peer may never join; the state they served is in the store.
+        sys.stderr.flush()
+        os._exit(FAILED)
+
+
+def run_forked(job: Job, place: ForkedPlace, orders: socket.socket) -> int:
+    """Runs a rank for the node that forked it, in one attempt after the other; yields the exit code.
+
+    When it has left an attempt it says LEFT on `orders` and waits for the number of the next.
+    """
+    worker = Worker(job, place)
+    while (error := _attempt(worker)) is not None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        worker.fail(error)
+        if not worker.can_stay(error):
+            return UNREACHABLE if isinstance(error, UnreachableError) else FAILED
+        # Its frames hold the trainer, the activations of an iteration, and groups that are to end.
+        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = error.__context__ = error.__cause__ = None
+        worker.part()
+        orders.send(LEFT)
+        order = orders.recv(64)
+        if not order:  # the node has ended
+            return FAILED
+        place.attempt = int(order)
+    return 0
+
+
+def _attempt(worker: Worker) -> BaseException | None:
+    """Runs a worker until it is done, or to the error that ends it; SIGTERM, which a node sends to end it, is one."""
+    signal.signal(signal.SIGTERM, _leave)
+    try:
+        try:
+            worker.run()
+        finally:  # a signal that comes while another error is on its way ends up below like the first
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the node hears of it
+        return error
+    return None
+
+
+def _leave(signum: int, frame: FrameType | None) -> None:
+    raise SystemExit(f"signal {signum}")
+
+
+class Worker:
+    """One rank from its start to its end."""
+
+    def __init__(self, job: Job, place: Place) -> None:
+        self._job, self._place, self._rank = job, place, place.rank
+        emulation, model = job.scenario.emulation, job.scenario.model
+        self._pacer = Pacer(emulation.pace, model, self._rank, place.world_size) if emulation else None
+        self._routes = self._open_routes()
+        self._training: Training | None = None
+        self._iteration = 0
+        self._is_training = False
+        self._start_anew()
+
+    def run(self) -> None:
+        """Trains to the last iteration.
+
+        Raises:
+            CapricornError: it cannot go on.
+        """
+        register_worker(self._job.run_dir, self._rank)
+        device = self._device()
+        self._join(device)
+        self._recorder.event("started", f"pid {os.getpid()}")
+        self._make_ready(device)
+        self._is_training = True
+        for iteration in range(self._iteration + 1, self._job.scenario.train.iterations + 1):
+            self._iteration = iteration
+            measured = self._trainer.run(iteration)
+            self._recorder.iteration(measured)
+        self._finish()
+
+    def fail(self, error: BaseException) -> None:
+        """Writes down why the attempt ends, and lets a running local copy be completed."""
+        traceback.print_exception(error)
+        self._recorder.event("failed", _in_words(error), iteration=self._iteration)
+        is_hopeless = isinstance(error, CapricornError) and not isinstance(error, TransportError)
+        if is_hopeless and not self._is_training:
+            (self._job.run_dir / FATAL).write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
+        self._system.close()
+
+    def can_stay(self, error: BaseException) -> bool:
+        """Whether this process may go on in the next attempt, with its model and optimizer where they are.
+
+        Before the first checkpoint the initial state is needed again, which a new process has.
+        """
+        is_lost = isinstance(error, UnreachableError) or self._training is None
+        return not is_lost and self._system.can_be_replaced and was_ever_complete(self._job.run_dir)
+
+    def part(self) -> None:
+        """Leaves the groups of the attempt that has failed, and forgets all of it but what was trained."""
+        assert self._training is not None
+        for name in ("_control", "_trainer"):  # the attempt may have ended before it had a trainer
+            vars(self).pop(name, None)
+        self._training.leave()
+        self._start_anew()
+        end_groups()
+
+    def _start_anew(self) -> None:
+        self._system: CheckpointSystem = load_system(self._job.scenario.system.name)()
+        self._recorder = Recorder(self._job, self._rank, self._place.attempt, self._system, self._pacer)
+        self._iteration = 0
+        self._is_training = False
+
+    def _device(self) -> torch.device:
+        if self._job.scenario.cluster.device != "cuda":
+            return torch.device("cpu")
+        device = torch.device("cuda", self._rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        return device
+
+    def _join(self, device: torch.device) -> None:
+        """Meets the other ranks and settles with them who is who and how often the job has started."""
+        met = self._place.join("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        self._control, self._attempt = met
+        self._recorder = Recorder(self._job, self._rank, self._attempt, self._system, self._pacer)
+
+    def _make_ready(self, device: torch.device) -> None:
+        if self._training is None:
+            self._training = Training(self._job, self._rank, device, self._routes)
+        else:
+            self._training.rejoin()
+        training = self._training
+        self._check_same_data(training.batches.digest)
+        injector = FaultInjector(self._job, self._rank, self._attempt)
+        self._system.attach(self._context(device, injector), training.state)
+        self._recorder.event("ready")
+        self._restore()
+        meter = StallMeter(self._system)
+        faults = self._job.scenario.faults
+        hooks = (meter, injector if faults else None, training.loads, self._recorder, self._pacer)
+        hook = HookChain(hook for hook in hooks if hook is not None)
+        self._trainer = Trainer(training.model, training.optimizer, training.batches, device, meter, hook)
+
+    def _check_same_data(self, digest: int) -> None:
+        mine = digest >> 1  # fits a signed integer
+        if maximum(self._control, mine) != mine or -maximum(self._control, -mine) != mine:
+            raise ConfigError(f"rank {self._rank} reads other data than the others; give all nodes the same --data")
+
+    def _context(self, device: torch.device, injector: FaultInjector) -> JobContext:
+        scenario = self._job.scenario
+        node = scenario.topology.node_of(self._rank)
+        return JobContext(
+            run_id=share_text(self._control, self._job.run_id),
+            attempt=self._attempt,
+            topology=scenario.topology,
+            rank=self._rank,
+            device=device,
+            control_group=self._control,
+            config=scenario.system,
+            planner=scenario.planner,
+            store_dir=self._job.node_dir(scenario.launch.node_rank if scenario.launch.nnodes else node),
+            address=self._place.address(),
+            routes=injector.routes(self._routes),
+            store_tap=injector.store_tap,
+            storage_dir=self._job.storage_dir,
+            files_dir=self._job.files_dir,
+            gemini=scenario.gemini,
+            storage=scenario.storage,
+            torchsnapshot=scenario.torchsnapshot,
+            dcp=scenario.dcp,
+            persist=scenario.persist,
+            persist_dir=self._job.persist_dir,
+            model=scenario.model.name,
+        )
+
+    def _open_routes(self) -> dict[int, Route]:
+        """By rank: the way there over links that are paced in user space, if they are."""
+        if self._job.links_dir is None:
+            return {}
+        scenario = self._job.scenario
+        links, topology = Links(self._job.links_dir, has_low_class=scenario.cluster.qos), scenario.topology
+        node_of_rank = [topology.node_of(rank) for rank in range(topology.world_size)]
+        return links.routes(node_of_rank[self._rank], node_of_rank)
+
+    def _restore(self) -> None:
+        try:
+            report = self._system.restore()
+        except NoCompleteCheckpointError:
+            # Before the first checkpoint was complete, the initial state is the newest there is, and the seed has it.
+            # Nor is it to take the place of checkpoints on disk of which none is whole.
+            tier = self._job.persist_dir
+            if was_ever_complete(self._job.run_dir) or (tier is not None and iterations_in(tier)):
+                raise
+            return
+        self._iteration = report.iteration
+        detail = "; ".join([*(f"skipped {copy}: damaged" for copy in report.damaged), *report.notes])
+        self._recorder.event("resumed", detail, iteration=report.iteration, restored=report)
+
+    def _finish(self) -> None:
+        assert self._training is not None
+        detail = ""
+        try:
+            self._system.drain(self._job.scenario.system.timeout_s)
+        except CapricornError as error:
+            detail = str(error)
+        digest = f"{self._training.state.content_digest():016x}"
+        self._recorder.event("finished", detail, iteration=self._iteration, state_digest=digest)
+        self._system.close()
+        dist.barrier(group=self._control)  # or a fast rank's end would look like a failure to a slow one
+        dist.destroy_process_group()
+
+
+def _in_words(error: BaseException) -> str:
+    """The first sentence, without the source position that gloo puts in front."""
+    text = re.sub(r"^\[[^]]*\] *", "", str(error).partition("\n")[0]).partition(". ")[0]
+    return f"{type(error).__name__}: {text}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""The planner of Gemini: spans averaged over the first iterations, filled to a constant part of their length. Pure.
+
+Source: Gemini, SOSP'23, sections 5.2 and 5.3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Final
+
+from capricorn.config.system_settings import SWEEP, GeminiConfig
+from capricorn.planner.link_model import LinkModel
+from capricorn.planner.plan import Chunk, Limit, Plan, tile
+from capricorn.planner.profile import IterationProfile
+from capricorn.units import Bytes, Seconds
+
+FACTORS: Final = (0.3, 0.5, 0.7, 0.85, 1.0)
+"""Safety factors that a sweep tries; the paper does not give the one it used."""
+_ROUND: Final = (*FACTORS, *reversed(FACTORS))
+"""There and back, so that a machine that gets slower does so for all alike."""
+UNPLANNED: Final = 2
+"""First checkpoints of a sweep that are sent without a factor: by them the link is measured."""
+
+
+def num_swept(config: GeminiConfig) -> int:
+    """Plans that a sweep makes."""
+    return config.sweep_rounds * len(_ROUND)
+
+
+def swept_factor(number: int) -> float:
+    """The factor of a sweep's plan `number`, from 0."""
+    return _ROUND[number % len(_ROUND)]
+
+
+def partition(
+    spans_s: Sequence[Seconds],
+    link: LinkModel,
+    shard_bytes: Bytes,
+    num_remote: int,
+    *,
+    buffer_bytes: Bytes,
+    num_buffers: int,
+    mu: float,
+) -> Plan:
+    """The chunks that fill the spans, in order, to `mu` of their length; `num_remote` copies, one after the other.
+
+    What does not fit goes into the last span, which is taken to have no end, and delays the update.
+
+    Source: Gemini, SOSP'23, Algorithm 2. Departs: leaves a span too short for any byte, where the printed loop does not
+    end; a span gets shorter by what was just put in it, not by what is left to send; ends after m - 1 remote copies,
+    where the printed test would emit m.
+    """
+    part_bytes = max(1, buffer_bytes // num_buffers)
+    chunks: list[Chunk] = []
+    copy, left_bytes = (0, shard_bytes) if shard_bytes else (num_remote, 0)
+    lengths_s = [*spans_s[:-1], math.inf]
+    for index, length_s in enumerate(lengths_s):
+        span_s = mu * length_s
+        while span_s > 0 and copy < num_remote:
+            fits = span_s >= link.transfer_s(part_bytes)
+            size = min(left_bytes, part_bytes if fits else link.capacity_bytes(span_s))
+            if size <= 0:
+                break
+            chunks.append(Chunk(shard_bytes - left_bytes, size, index, copy))
+            left_bytes -= size
+            span_s -= link.transfer_s(size)
+            if not left_bytes:
+                copy, left_bytes = copy + 1, shard_bytes
+    return Plan(tuple(chunks), _limits(chunks, spans_s))
+
+
+def _limits(chunks: Sequence[Chunk], spans_s: Sequence[Seconds]) -> tuple[Limit, ...]:
+    planned = [0] * max(1, len(spans_s))
+    for chunk in chunks:
+        planned[chunk.span] += chunk.num_bytes
+    return tuple(Limit(span_s, num_bytes) for span_s, num_bytes in zip(spans_s, planned, strict=False))
+
+
+class GeminiPlanner:
+    """Profiles the first iterations, and takes the spans to stay as they were; implements `Planner`.
+
+    Chunks follow the rate of the link, which is measured on line. Source: Gemini, SOSP'23, section 5.2. Departs:
+    started anew after a failure, it profiles again while checkpoints are sent as soon as they can be, since the paper
+    does not say that a profile survives.
+    """
+
+    drift, replanned = 0.0, False
+
+    def __init__(self, config: GeminiConfig, *, rank: int, num_remote: int, shard_bytes: Bytes) -> None:
+        self._config, self._rank, self._num_remote, self._shard_bytes = config, rank, num_remote, shard_bytes
+        self._left = config.profile_iterations
+        self._observed: list[tuple[Seconds, ...]] = []
+        self._spans_s: list[Seconds] | None = None
+        """Once all of the profile is there."""
+        self._num_planned = 0
+        self._plan = Plan(())
+
+    def wants_profile(self, iteration: int) -> bool:
+        self._left -= 1
+        return self._left >= 0
+
+    def on_routed(self, layer: int, tokens: Sequence[int]) -> None:
+        """Spans are taken to be the same in every iteration, whatever the loads."""
+
+    def observe(self, profile: IterationProfile) -> None:
+        self._observed.append(profile.own_span_s(self._rank))
+        if len(self._observed) == self._config.profile_iterations:
+            self._spans_s = [fmean(lengths_s) for lengths_s in zip(*self._observed, strict=True)]
+
+    def note(self, iteration: int, lost_s: Seconds, cost_s: Seconds) -> None:
+        """There is nothing to adapt."""
+
+    def plan(self, iteration: int, link: LinkModel | None) -> Plan:
+        config, mu = self._config, self._mu()
+        self.replanned = False
+        if link is None or mu is None or self._spans_s is None:
+            self._plan = Plan(tile(self._shard_bytes, self._num_remote, config.buffer_bytes // config.num_buffers))
+            return self._plan
+        self.replanned = not self._plan.limits
+        self._plan = partition(
+            self._spans_s,
+            link,
+            self._shard_bytes,
+            self._num_remote,
+            buffer_bytes=config.buffer_bytes,
+            num_buffers=config.num_buffers,
+            mu=mu,
+        )
+        return self._plan
+
+    def limit(self, span: int) -> Limit:
+        return self._plan.limits[span]
+
+    def _mu(self) -> float | None:
+        """The factor of the next plan; None for the first of a sweep, which measure the link."""
+        number, self._num_planned = self._num_planned - UNPLANNED, self._num_planned + 1
+        if self._config.mu == SWEEP:
+            return swept_factor(number) if number >= 0 else None
+        return float(self._config.mu)

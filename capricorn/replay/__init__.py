@@ -1,1 +1,0 @@
-"""Planners replayed over a series of expert loads, in virtual time."""

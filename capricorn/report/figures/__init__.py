@@ -1,0 +1,1 @@
+"""Figures as pictures, drawn from raw samples."""

@@ -1,0 +1,221 @@
+"""The owner's end of replication over TCP: a link to each host, to send replicas and to fetch them back.
+
+Pieces go from the mapped slot of the owner, or from buffers of its live state, straight into the mapped slot of the
+host; a replica counts when the host has verified and acknowledged it. Knows no tensor and no training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import socket
+import sys
+import termios
+from collections.abc import Iterator
+from typing import Protocol
+
+from capricorn.errors import TransportError
+from capricorn.runtime.comm.handshake import HANDSHAKE_TIMEOUT_S, Identity, greet
+from capricorn.runtime.comm.wire import (
+    FRAME_BYTES,
+    LOW_CLASS_TOS,
+    Frame,
+    Kind,
+    receive,
+    receive_block,
+    send,
+    set_deadline,
+    shut,
+)
+from capricorn.runtime.store.slot import Layout, Slot
+from capricorn.systems.interface import PacedRoute
+from capricorn.units import Bytes, Seconds
+
+
+class Source(Protocol):
+    """What a replica is sent from: a slot, or the live state."""
+
+    layout: Layout
+
+    def part(self, start: int, stop: int) -> memoryview:
+        """Those bytes of the shard, which lie in one block."""
+        ...
+
+    def check(self, index: int) -> int:
+        """Checksum of that block."""
+        ...
+
+
+class ReplicaLink:
+    """The owner's end: sends its state to one host, and fetches it back. Used by one thread at a time."""
+
+    def __init__(
+        self,
+        me: Identity,
+        owner: int,
+        host: int,
+        address: tuple[str, int],
+        *,
+        timeout_s: Seconds,
+        low_class: bool,
+        send_buffer_bytes: Bytes,
+        route: PacedRoute | None = None,
+    ) -> None:
+        """`route` is the way to the host over modelled links, if they are modelled."""
+        self.host, self._route = host, route
+        self.sent_bytes: Bytes = 0
+        self._me, self._owner, self._address = me, owner, address
+        self._timeout_s, self._low_class, self._send_buffer_bytes = timeout_s, low_class, send_buffer_bytes
+        self._sock: socket.socket | None = None
+        self._manifest = b"{}"
+
+    def connect(self, manifest: str) -> None:
+        """Opens the link and gives the host the layout of what will come.
+
+        Raises:
+            TransportError: the host cannot be reached or refuses us.
+        """
+        self._manifest = manifest.encode()
+        self._open()
+
+    def begin(self, iteration: int, keep: int) -> None:
+        """Starts a replica of `iteration`; the host keeps `keep`. Opens the link again if it had broken."""
+        if self._sock is None:
+            self._open()
+        self._send(Frame(Kind.BEGIN, iteration, size=keep))
+
+    def send_range(self, iteration: int, source: Source, start: int, stop: int) -> None:
+        """Sends that range of a shard, which follows the one before; returns when the kernel has taken it.
+
+        That is not yet delivery. The header of a block goes in front of its first byte.
+        """
+        size = source.layout.block_bytes
+        with self._blame() as sock:
+            for index in range(start // size, -(-stop // size)):
+                block = source.layout.block(index)
+                payload = source.part(max(start, block.start), min(stop, block.stop))
+                if start <= block.start:
+                    frame = Frame(Kind.BLOCK, iteration, index, block.stop - block.start, source.check(index))
+                    send_block(sock, frame, payload, self._route, low=self._low_class)
+                else:
+                    send_payload(sock, payload, self._route, low=self._low_class)
+        self.sent_bytes += stop - start
+
+    @property
+    def in_flight_bytes(self) -> Bytes:
+        """What the kernel has taken and the host has not acknowledged."""
+        sock = self._sock
+        if sock is None:
+            return 0
+        with contextlib.suppress(OSError, ValueError):  # closed meanwhile
+            return int.from_bytes(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+        return 0
+
+    def commit(self, iteration: int) -> None:
+        """Returns when the host has verified and committed the replica.
+
+        Raises:
+            TransportError: it did not, or not before the deadline.
+        """
+        self._send(Frame(Kind.COMMIT, iteration))
+        answer = self._receive()
+        if answer.kind is not Kind.DONE or answer.iteration != iteration:
+            raise TransportError(f"rank {self.host} refused the replica of iteration {iteration}: it arrived damaged")
+
+    def fetch(self, iteration: int, slot: Slot) -> None:
+        """Receives the host's copy into a begun slot and commits it.
+
+        Raises:
+            TransportError: the host has no such copy, or it arrived damaged.
+        """
+        self._send(Frame(Kind.FETCH, iteration))
+        with self._blame() as sock:
+            if not receive_copy(sock, iteration, slot):
+                raise TransportError(f"the copy of iteration {iteration} on rank {self.host} is damaged")
+        slot.commit()
+
+    def close(self) -> None:
+        """Ends the link; wakes a thread that waits in it."""
+        if self._sock is not None:
+            shut(self._sock)
+            self._sock = None
+
+    def _open(self) -> None:
+        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            if self._route is None:
+                # With a route what is not sent yet waits there, and a small buffer on loopback waits for late ACKs.
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._send_buffer_bytes)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._low_class:
+                sock.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, LOW_CLASS_TOS)
+            set_deadline(sock, HANDSHAKE_TIMEOUT_S)
+            sock.connect(self._address)
+            greet(sock, self._me, self._owner, self.host)
+            set_deadline(sock, self._timeout_s)
+            send(sock, Frame(Kind.MANIFEST, size=len(self._manifest)).pack(), self._manifest)
+        except (OSError, TransportError) as error:
+            sock.close()
+            where = "{}:{}".format(*self._address)
+            raise TransportError(f"rank {self._owner} cannot link to rank {self.host} at {where}: {error}") from None
+        self._sock = sock
+
+    def _send(self, frame: Frame) -> None:
+        with self._blame() as sock:
+            send(sock, frame.pack())
+
+    def _receive(self) -> Frame:
+        with self._blame() as sock:
+            return Frame.unpack(receive(sock, FRAME_BYTES))
+
+    @contextlib.contextmanager
+    def _blame(self) -> Iterator[socket.socket]:
+        """The open link; what goes wrong with it is told with the rank waited for, and ends it."""
+        try:
+            if (sock := self._sock) is None:  # also when another thread has just closed it
+                raise TransportError("the link is down")
+            yield sock
+        except TransportError as error:
+            self.close()
+            raise TransportError(f"rank {self._owner}, replica on rank {self.host}: {error}") from None
+
+
+def send_block(sock: socket.socket, frame: Frame, payload: memoryview, route: PacedRoute | None, *, low: bool) -> None:
+    """Sends a frame and its payload, or the first part of it, through the modelled links if there are any.
+
+    Raises:
+        TransportError: the connection ended or the deadline passed first.
+    """
+    if route is None:
+        send(sock, frame.pack(), payload)
+        return
+    send(sock, frame.pack())
+    send_payload(sock, payload, route, low=low)
+
+
+def send_payload(sock: socket.socket, payload: memoryview, route: PacedRoute | None, *, low: bool) -> None:
+    """Sends bytes of a payload, as `send_block` does."""
+    for piece in (payload,) if route is None else route.pieces(payload, low=low):
+        send(sock, piece)
+
+
+def receive_copy(sock: socket.socket, iteration: int, slot: Slot) -> bool:
+    """Receives blocks into a slot until COMMIT; whether all of them came and match their checksums.
+
+    Raises:
+        TransportError: the connection ended, or a frame does not fit the slot.
+    """
+    missing = set(range(slot.layout.num_blocks))
+    intact = True
+    while True:
+        frame = Frame.unpack(receive(sock, FRAME_BYTES))
+        if frame.kind is Kind.FAILED:
+            return False
+        if frame.kind is Kind.COMMIT and frame.iteration == iteration:
+            return intact and not missing
+        place = slot.payload[slot.layout.block(frame.index)] if frame.index < slot.layout.num_blocks else None
+        if frame.kind is not Kind.BLOCK or frame.iteration != iteration or place is None or len(place) != frame.size:
+            raise TransportError(f"a frame {frame.kind.name} of {frame.size} bytes does not belong here")
+        intact = receive_block(sock, place) == frame.check and intact
+        slot.table[frame.index] = frame.check
+        missing.discard(frame.index)

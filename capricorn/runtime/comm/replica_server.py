@@ -1,0 +1,246 @@
+"""The host's end of replication: accepts the owners whose replicas this node keeps, and receives into the store.
+
+Its threads only wait in system calls and checksum. Knows no tensor and no training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from itertools import count
+from typing import Final, NamedTuple
+
+from capricorn.errors import CapricornError, TransportError
+from capricorn.runtime.comm.handshake import HANDSHAKE_TIMEOUT_S, Identity, welcome
+from capricorn.runtime.comm.idle_priority import give_way
+from capricorn.runtime.comm.replica_link import receive_copy, send_block
+from capricorn.runtime.comm.wire import (
+    FRAME_BYTES,
+    MANIFEST_LIMIT,
+    Frame,
+    Kind,
+    receive,
+    receive_text,
+    send,
+    set_deadline,
+    shut,
+    wake,
+)
+from capricorn.runtime.store.node_store import NodeStore
+from capricorn.runtime.store.slot import Layout
+from capricorn.systems.interface import PacedRoute
+from capricorn.units import Seconds
+
+MAX_STRANGERS: Final = 64
+"""Connections at once that have not proved yet who they are; the oldest goes first, since an owner needs no time."""
+BREATH_S: Final[Seconds] = 0.02
+"""Between two attempts to accept while this process has no descriptor left."""
+
+
+class _Served(NamedTuple):
+    """The connection of an owner; the numbers say which came later."""
+
+    number: int
+    sock: socket.socket
+    thread: threading.Thread
+
+
+class ReplicaHost:
+    """Listens on this node's own interface; one thread accepts and one serves each connection."""
+
+    def __init__(
+        self,
+        me: Identity,
+        rank: int,
+        address: str,
+        store: NodeStore,
+        *,
+        timeout_s: Seconds,
+        gives_way: bool,
+        routes: Mapping[int, PacedRoute] | None = None,
+    ) -> None:
+        """`routes` by owner: the way there over modelled links, for copies that go back."""
+        self._me, self._rank, self._store, self._timeout_s = me, rank, store, timeout_s
+        self._gives_way, self._routes = gives_way, routes or {}
+        self._layouts: dict[int, Layout] = {}
+        self._served: dict[int, _Served] = {}
+        self._turns: dict[int, threading.Lock] = {}
+        self._pending: dict[socket.socket, threading.Thread] = {}
+        self._numbers = count()
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._listener = socket.create_server((address, 0), backlog=256)
+        self._acceptor = threading.Thread(target=self._accept, name="capricorn-accept", daemon=True)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, port = self._listener.getsockname()[:2]
+        return str(host), int(port)
+
+    def start(self, layouts: dict[int, Layout]) -> None:
+        """Begins to accept the owners with these layouts, whose slots the store hosts already."""
+        self._layouts = layouts
+        self._turns = {owner: threading.Lock() for owner in layouts}
+        self._acceptor.start()
+
+    def close(self) -> None:
+        """Ends all threads and connections."""
+        with self._lock:
+            self._closing.set()
+            sockets = [*self._pending, *(served.sock for served in self._served.values())]
+            threads = [*self._pending.values(), *(served.thread for served in self._served.values())]
+        for sock in [self._listener, *sockets]:
+            wake(sock)
+        for thread in [self._acceptor, *threads]:
+            if thread.ident is not None:
+                thread.join(timeout=HANDSHAKE_TIMEOUT_S)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while not self._closing.is_set():
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:  # closed, or a stranger that went away, or no descriptor is left
+                self._drop_strangers(at_most=MAX_STRANGERS // 2)
+                self._closing.wait(BREATH_S)
+            else:
+                self._admit(sock)
+
+    def _admit(self, sock: socket.socket) -> None:
+        self._drop_strangers(at_most=MAX_STRANGERS - 1)
+        arguments = (sock, next(self._numbers))
+        thread = threading.Thread(target=self._serve, args=arguments, name="capricorn-host", daemon=True)
+        with self._lock:
+            if self._closing.is_set():
+                sock.close()
+                return
+            try:
+                thread.start()
+            except RuntimeError:  # the system gives us no more threads
+                sock.close()
+                return
+            self._pending[sock] = thread
+
+    def _drop_strangers(self, at_most: int) -> None:
+        """Ends the oldest connections that have not proved who they are, until so many are left."""
+        with self._lock:
+            for sock in list(self._pending)[: max(0, len(self._pending) - at_most)]:
+                wake(sock)
+                del self._pending[sock]
+
+    def _serve(self, sock: socket.socket, number: int) -> None:
+        if self._gives_way:
+            give_way()
+        try:
+            set_deadline(sock, HANDSHAKE_TIMEOUT_S)
+            owner = welcome(sock, self._me, self._rank, self._layouts)
+            with self._turn(owner, _Served(number, sock, threading.current_thread())):
+                set_deadline(sock, self._timeout_s)
+                layout, route = self._layouts[owner], self._routes.get(owner)
+                _Session(sock, self._store, owner, layout, self._me.attempt, route).run()
+        except (CapricornError, OSError):
+            # The owner sees its link end, counts the save as failed and says so; a stranger just ends.
+            return
+        finally:
+            shut(sock)
+            with self._lock:
+                self._pending.pop(sock, None)
+
+    @contextlib.contextmanager
+    def _turn(self, owner: int, mine: _Served) -> Iterator[None]:
+        # An owner that comes again has lost its first connection; two writers must never share its slots.
+        with self._lock:
+            before = self._served.get(owner)
+            if before is not None and before.number > mine.number:
+                raise TransportError(f"rank {owner} has come again meanwhile")
+            self._served[owner] = mine
+            self._pending.pop(mine.sock, None)
+        if before is not None:
+            wake(before.sock)
+        if not self._turns[owner].acquire(timeout=HANDSHAKE_TIMEOUT_S):
+            raise TransportError(f"rank {owner} came again, and its first connection does not end")
+        try:
+            yield
+        finally:
+            self._turns[owner].release()
+
+
+class _Session:
+    """What one owner says on one connection, acted upon."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        store: NodeStore,
+        owner: int,
+        layout: Layout,
+        attempt: int,
+        route: PacedRoute | None,
+    ) -> None:
+        self._sock, self._store, self._owner, self._layout = sock, store, owner, layout
+        self._attempt, self._route = attempt, route
+
+    def run(self) -> None:
+        """Serves until the owner closes the connection.
+
+        Raises:
+            TransportError: the connection ended, or something came that makes no sense.
+        """
+        actions: dict[Kind, Callable[[Frame], None]] = {
+            Kind.MANIFEST: self._manifest,
+            Kind.BEGIN: self._receive_replica,
+            Kind.FETCH: self._send_copy,
+        }
+        while True:
+            frame = self._next()
+            if frame.kind not in actions:
+                raise TransportError(f"{frame.kind.name} came out of turn")
+            actions[frame.kind](frame)
+
+    def _next(self) -> Frame:
+        # Between two checkpoints an owner may be silent for as long as it likes; within one the deadline holds.
+        while True:
+            try:
+                first = self._sock.recv(1)
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                raise TransportError(f"the connection broke: {error.strerror}") from None
+            if not first:
+                raise TransportError("the connection was closed")
+            return Frame.unpack(first + receive(self._sock, FRAME_BYTES - 1))
+
+    def _manifest(self, frame: Frame) -> None:
+        if frame.size > MANIFEST_LIMIT:
+            raise TransportError(f"a manifest of {frame.size} bytes is refused")
+        manifest = receive_text(self._sock, frame.size)
+        try:
+            is_table = isinstance(json.loads(manifest), dict)
+        except (ValueError, RecursionError):
+            is_table = False
+        if not is_table:
+            raise TransportError(f"a manifest that is no table arrived from rank {self._owner}")
+        self._store.write_manifest(self._owner, manifest)
+
+    def _receive_replica(self, frame: Frame) -> None:
+        slot = self._store.begin(self._owner, frame.iteration, frame.size, self._attempt)
+        intact = receive_copy(self._sock, frame.iteration, slot)
+        if intact:
+            self._store.commit(slot)
+        else:
+            self._store.abort(slot)
+        send(self._sock, Frame(Kind.DONE if intact else Kind.FAILED, frame.iteration).pack())
+
+    def _send_copy(self, frame: Frame) -> None:
+        slot = self._store.read(self._owner, frame.iteration)
+        if slot is None:
+            send(self._sock, Frame(Kind.FAILED, frame.iteration).pack())
+            return
+        for index in range(self._layout.num_blocks):
+            payload = slot.payload[self._layout.block(index)]
+            block = Frame(Kind.BLOCK, frame.iteration, index, len(payload), slot.table[index])
+            send_block(self._sock, block, payload, self._route, low=False)
+        send(self._sock, Frame(Kind.COMMIT, frame.iteration).pack())

@@ -1,0 +1,219 @@
+"""The training thread's side of the persistent tier: when a checkpoint is persisted, and what became of it.
+
+Decides alike on all ranks, never waits for a disk, and knows no file format: a process of its own writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import subprocess
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from capricorn.errors import StoreError
+from capricorn.runtime.persist.layout import remove, sweep, temporary_of
+from capricorn.runtime.persist.messages import Answer, Order, Work
+from capricorn.runtime.store.node_store import NodeStore
+from capricorn.runtime.store.slot import Slot
+from capricorn.sizing.memory import NUM_SLOTS
+from capricorn.systems.interface import Counters, JobContext
+from capricorn.units import Seconds, format_seconds
+
+STOP_TIMEOUT_S: Seconds = 5.0
+
+
+class Persister:
+    """Hands every `every`-th checkpoint to this rank's writer, once it is complete in memory on all ranks.
+
+    All ranks ask and take at the same moments. A checkpoint that comes due while some writer is busy is skipped.
+    """
+
+    def __init__(self, job: JobContext, store: NodeStore, counters: Counters) -> None:
+        """Removes, on rank 0, what dead attempts have left half written."""
+        self._job, self._store, self._counters = job, store, counters
+        self._every = job.persist.every if job.persist_dir is not None else 0
+        self._last = 0
+        """Newest iteration that was persisted or skipped."""
+        self._vote: tuple[torch.Tensor, dist.Work | None] | None = None
+        self._are_all_free = False
+        self._slot: Slot | None = None
+        """What the writer is at, pinned."""
+        self._order: Order | None = None
+        self._writer: _Writer | None = None
+        if self._every and job.rank == 0 and job.persist_dir is not None:
+            sweep(job.persist_dir)
+
+    def start(self) -> None:
+        """Starts the writer, whose imports would hold up the first checkpoint by seconds."""
+        if self._every:
+            with contextlib.suppress(OSError):  # it is tried again, and told, with the first checkpoint
+                self._writer = _Writer(self._work())
+
+    @property
+    def num_slots(self) -> int:
+        """Local slots that a rank needs, so that one may be held back while it is written."""
+        return NUM_SLOTS + bool(self._every)
+
+    def resume(self, newest: int) -> None:
+        """All ranks have agreed that this iteration is the newest one on disk, of those before the one restored."""
+        self._last = newest
+
+    def ask(self, iteration: int) -> None:
+        """Starts to find out whether all writers are free for that iteration, if it is due; collective."""
+        if self._is_due(iteration):
+            self._poll()
+            free = torch.tensor(int(self._order is None))
+            self._vote = free, dist.all_reduce(free, dist.ReduceOp.MIN, group=self._job.control_group, async_op=True)
+
+    def learn(self) -> None:
+        """Takes the answer, if there is one to come."""
+        if self._vote is not None:
+            (free, work), self._vote = self._vote, None
+            if work is not None:
+                work.wait()
+            self._are_all_free = bool(free)
+
+    def take(self, iteration: int) -> None:
+        """That iteration has become complete in memory on all ranks."""
+        if not self._is_due(iteration):
+            return
+        self._last = iteration
+        if not self._are_all_free:
+            self._counters.skipped_persists += 1
+            return
+        self._slot = slot = self._store.read(self._job.rank, iteration)
+        assert slot is not None
+        self._store.pin(slot)
+        self._order = Order(iteration=iteration, slot=slot.path)
+        try:
+            if self._writer is None or not self._writer.is_alive:
+                self._end_writer()
+                self._writer = _Writer(self._work())
+            self._writer.send(self._order)
+        except OSError as error:
+            self._settle(f"the writer does not start: {error.strerror}")
+
+    def finish(self, timeout_s: Seconds) -> None:
+        """Waits until what was handed to the writer is on disk or has failed."""
+        if self._order is not None and self._writer is not None and not self._poll(timeout_s):
+            self._end_writer()
+            self._settle(f"not written within {format_seconds(timeout_s)}")
+
+    def complaint(self) -> str:
+        """What has failed so far, in words."""
+        counters = self._counters
+        if not counters.failed_persists:
+            return ""
+        return (
+            f"{counters.failed_persists} checkpoints were not persisted, the last one: {counters.last_persist_failure}"
+        )
+
+    def close(self) -> None:
+        """Ends the writer, also in the middle of a checkpoint, which is then removed."""
+        self._end_writer()
+        if self._order is not None and self._job.rank == 0 and self._job.persist_dir is not None:
+            remove(temporary_of(self._job.persist_dir, self._order.iteration, self._job.attempt))
+        self._order = self._slot = None
+
+    def _is_due(self, iteration: int) -> bool:
+        return bool(self._every) and iteration // self._every > self._last // self._every
+
+    def _poll(self, timeout_s: Seconds = 0.0) -> bool:
+        """Takes what the writer has answered within that time; whether it has nothing to do any more."""
+        if self._order is not None and self._writer is not None:
+            try:
+                answer = self._writer.take(timeout_s)
+            except StoreError as error:
+                self._end_writer()
+                self._settle(str(error))
+            else:
+                if answer is not None:
+                    self._settle(answer.failure)
+        return self._order is None
+
+    def _end_writer(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _settle(self, failure: str) -> None:
+        assert self._order is not None
+        if failure:
+            self._counters.failed_persists += 1
+            self._counters.last_persist_failure = f"iteration {self._order.iteration}: {failure}"
+        else:
+            self._counters.persisted += 1
+        if self._slot is not None:
+            self._store.unpin(self._slot)
+        self._order = self._slot = None
+
+    def _work(self) -> Work:
+        job = self._job
+        assert job.persist_dir is not None
+        return Work(
+            run_id=job.run_id,
+            attempt=job.attempt,
+            rank=job.rank,
+            num_nodes=job.topology.num_nodes,
+            ranks_per_node=job.topology.ranks_per_node,
+            model=job.model,
+            root=job.persist_dir,
+            layout=self._store.manifest_path(job.rank),
+            keep=job.persist.keep,
+            timeout_s=job.persist.timeout_s,
+        )
+
+
+class _Writer:
+    """The process, and the lines to and from it."""
+
+    def __init__(self, work: Work) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "capricorn.runtime.persist.writer_process", work.model_dump_json()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._orders, self._answers = self._process.stdin.fileno(), self._process.stdout.fileno()
+        os.set_blocking(self._answers, False)
+        self._read = b""
+        self._ready = select.poll()
+        self._ready.register(self._answers, select.POLLIN)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def send(self, order: Order) -> None:
+        """A line that fits the buffer of an empty pipe; raises OSError if the process has ended."""
+        os.write(self._orders, order.model_dump_json().encode() + b"\n")
+
+    def take(self, timeout_s: Seconds) -> Answer | None:
+        """The next answer, None if it does not come within that time.
+
+        Raises:
+            StoreError: the process has ended.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while b"\n" not in self._read:
+            if not self._ready.poll(1000 * max(0.0, deadline_s - time.monotonic())):
+                return None
+            data = os.read(self._answers, 1 << 16)
+            if not data:
+                raise StoreError(f"the writer has ended with code {self._process.wait(STOP_TIMEOUT_S)}")
+            self._read += data
+        line, _, self._read = self._read.partition(b"\n")
+        return Answer.model_validate_json(line)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()

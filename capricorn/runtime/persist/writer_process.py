@@ -1,0 +1,31 @@
+"""The process that writes one rank's part of the persistent tier: takes an iteration a line, and answers with a line.
+
+It outlives no trainer, and takes only the CPU time that training leaves. Knows what it is told, and no training.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+from capricorn.process import die_with_parent
+from capricorn.runtime.comm.idle_priority import give_way
+from capricorn.runtime.persist.messages import Order, Work
+
+
+def main() -> None:
+    """Carries out orders until there are no more."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # that of a terminal is for the trainer
+    give_way()
+    work = Work.model_validate_json(sys.argv[1])
+    # Not before, so that importing torch gives way to training too.
+    from capricorn.runtime.persist.writer import write_checkpoint
+
+    for line in sys.stdin:
+        answer = write_checkpoint(work, Order.model_validate_json(line))
+        print(answer.model_dump_json(), flush=True)
+
+
+if __name__ == "__main__":
+    main()

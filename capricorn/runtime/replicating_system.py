@@ -1,0 +1,330 @@
+"""The replicating system: every checkpoint is staged into a local slot and sent from there to peer nodes.
+
+It puts the machinery together; what is sent when is the planner's decision. Registered as `capricorn`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+from capricorn.errors import CapricornError, StoreError
+from capricorn.hooks import OpKey
+from capricorn.planner.placement import hosts_of, owners_on
+from capricorn.planner.plan import Planner, StreamPlanner
+from capricorn.planner.span_planner import SpanPlanner
+from capricorn.runtime.comm.collectives import barrier, gather_addresses, gather_layouts, share_secret
+from capricorn.runtime.comm.handshake import Identity
+from capricorn.runtime.comm.replica_link import ReplicaLink
+from capricorn.runtime.comm.replica_server import ReplicaHost
+from capricorn.runtime.commit_tracker import Completion
+from capricorn.runtime.persist.persister import Persister
+from capricorn.runtime.persist.restore import PersistentTier
+from capricorn.runtime.recovery import Recovery
+from capricorn.runtime.save.executor import Executor
+from capricorn.runtime.save.flat_state import FlatState
+from capricorn.runtime.save.live_source import LiveSource
+from capricorn.runtime.save.save import Save
+from capricorn.runtime.save.staging import Stager, make_stager, payload_of
+from capricorn.runtime.schedule.gate import Gate
+from capricorn.runtime.schedule.scheduler import make_scheduler
+from capricorn.runtime.store.node_store import NodeStore
+from capricorn.runtime.store.slot import Layout
+from capricorn.systems.interface import CheckpointSystem, ChunkEvent, Counters, JobContext, Planning, RestoreReport
+from capricorn.units import Bytes, Seconds
+
+
+class ReplicatingSystem(CheckpointSystem):
+    """Checkpoints into the memory of this node and of its peers.
+
+    The update waits for the local copy alone, which is made while the next iteration computes. One save is on its way
+    at a time; the next starts once it has settled on all ranks, which is learned from a reduction of a few integers per
+    iteration. Source: Capricorn, CLUSTER 2025 (what is checkpointed and where); the staged path is ours.
+    """
+
+    name: ClassVar[str] = "capricorn"
+    can_be_replaced: ClassVar[bool] = True
+    plans: ClassVar[bool] = True
+    """Whether idle spans are looked for; else all is sent as soon as it is staged."""
+
+    def __init__(self) -> None:
+        self._counters = Counters()
+        self._host: ReplicaHost | None = None
+        self._links: list[ReplicaLink] = []
+        self._executor: Executor | None = None
+        self._store: NodeStore | None = None
+        self._completed: list[int] = []
+        self._latest_local = 0
+        self._waiting: int | None = None
+        """An iteration whose save cannot start yet, since the one before has not settled."""
+        self._is_clean = False
+        """Whether copies of an abandoned future are gone from the stores."""
+
+    def attach(self, job: JobContext, state: FlatState) -> None:  # type: ignore[override]
+        self._job, self._state, self._timeout_s = job, state, job.config.timeout_s
+        store = NodeStore.open(job.store_dir, job.store_tap)
+        self._persister, self._store = Persister(job, store, self._counters), store
+        hosts, owners = self._peers(hosts_of), self._peers(owners_on)
+        layouts = gather_layouts(job.control_group, Layout(state.num_bytes, job.config.block_bytes, state.digest))
+        slots = store.host(job.rank, layouts[job.rank], self._persister.num_slots)
+        for owner in owners:
+            store.host(owner, layouts[owner])
+        me = Identity(job.run_id, job.attempt, share_secret(job.control_group))
+        deadline_s, gives_way = self._timeout_s, job.config.give_way
+        self._host = ReplicaHost(
+            me, job.rank, job.address, store, timeout_s=deadline_s, gives_way=gives_way, routes=job.routes
+        )
+        self._host.start({owner: layouts[owner] for owner in owners})
+        addresses = gather_addresses(job.control_group, self._host.address)
+        self._connect(me, {host: addresses[host] for host in hosts})
+        gate = Gate(is_reactive=self._is_reactive(), patience_s=self._timeout_s / 2)
+        planner = self._make_planner(hosts, state.num_bytes)
+        self._scheduler = make_scheduler(job, planner, gate, me.secret, hosts, owners)
+        stager, live = self._make_sources(make_stager(state, slots, job.device), layouts[job.rank])
+        self._executor = Executor(
+            store,
+            job.rank,
+            job.attempt,
+            stager,
+            self._links,
+            gate=gate,
+            timeout_s=deadline_s,
+            gives_way=gives_way,
+            live=live,
+        )
+        self._completion = Completion[Save](job.control_group)
+        tier = PersistentTier(job, job.persist_dir, store, state.entries) if job.persist_dir is not None else None
+        mine = [job.rank, *owners]
+        self._recovery = Recovery(job.rank, job.control_group, store, mine, self._links, job.attempt, tier)
+        self._persister.start()
+
+    def on_iteration_begin(self, iteration: int) -> None:
+        self._scheduler.on_iteration_begin(iteration)
+
+    def on_op_begin(self, op: OpKey) -> None:
+        self._scheduler.on_op_begin(op)
+        # Asked before the update, whose broadcasts it would have to wait behind, and not after what may still be sent.
+        if op.kind == "reduce":
+            self._ask()
+
+    def on_op_end(self, op: OpKey) -> None:
+        self._scheduler.on_op_end(op)
+        if self._waiting is not None:
+            self._look_again(op)
+
+    def on_routed(self, layer: int, tokens_per_expert: Sequence[int]) -> None:
+        self._scheduler.on_routed(layer, tokens_per_expert)
+
+    def before_update(self, iteration: int) -> None:
+        self._scheduler.learn()
+        if self._waiting is not None:
+            self._overflow()
+            self._start(self._waiting)
+        save = self._completion.pending
+        if save is not None:
+            if not save.wait_staged(self._timeout_s):
+                raise StoreError(f"rank {self._job.rank}: iteration {save.iteration} is still not staged")
+            self._latest_local = save.iteration if save.is_local else self._latest_local
+            if not self._learn():
+                self._ask()
+
+    def after_update(self, iteration: int) -> None:
+        self._scheduler.after_update(iteration)
+        is_free = self._learn()
+        every = self._job.config.every
+        if every == 0 or iteration % every or iteration < self.first_iteration:
+            return
+        self._forget_after(0)
+        self._state.capture()
+        if not is_free:
+            self._scheduler.overdue()
+            if self._job.config.max_lost > 1:
+                self._waiting = iteration
+                self._ask()
+                return
+            self._overflow()  # or a node that is lost before the save has settled would cost two finished iterations
+        self._start(iteration)
+
+    def on_iteration_end(self, iteration: int) -> None:
+        assert self._executor is not None
+        self._scheduler.book(self._executor.take_sent())
+        self._scheduler.on_iteration_end(iteration)
+
+    def latest_complete(self) -> int | None:
+        return self._completion.latest or None
+
+    def latest_local(self) -> int | None:
+        return self._latest_local or None
+
+    def drain(self, timeout_s: Seconds) -> None:
+        self._finish(timeout_s)
+        self._persister.finish(self._job.persist.timeout_s)
+        complaints = [self._counters.complaint(self._job.rank), self._persister.complaint()]
+        if any(complaints):
+            raise CapricornError("; ".join(filter(None, complaints)))
+
+    def restore(self) -> RestoreReport:
+        found = self._recovery.run()
+        begin_s = time.perf_counter()
+        assert self._store is not None
+        slot = self._store.read(self._job.rank, found.iteration)
+        assert slot is not None
+        self._state.load(payload_of(slot))
+        self._state.publish()
+        self._forget_after(found.iteration)
+        self._completion.latest = self._latest_local = found.iteration
+        self._replace_lost(found.iteration, found.holders[self._job.rank])
+        self._persister.resume(found.newest_persisted)
+        times = found.agree_s, found.fetch_s, time.perf_counter() - begin_s
+        return RestoreReport(found.iteration, found.tiers, *times, found.damaged, found.notes)
+
+    def close(self) -> None:
+        if self._executor is not None:
+            self._scheduler.close()
+            self._executor.close()
+        for link in self._links:
+            link.close()
+        if self._host is not None:
+            self._host.close()
+        if self._store is not None:
+            self._persister.close()
+            self._store.close()
+        self._links = []
+        self._executor = self._host = self._store = None
+
+    def counters(self) -> Counters:
+        if self._executor is not None:
+            self._counters.staged_bytes = self._executor.staged_bytes
+            self._counters.sent_bytes = self._executor.sent_bytes
+        return self._counters
+
+    def take_completed(self) -> list[int]:
+        taken, self._completed = self._completed, []
+        return taken
+
+    def take_events(self) -> list[ChunkEvent]:
+        return self._executor.take_events() if self._executor is not None else []
+
+    def take_planning(self) -> Planning:
+        return self._scheduler.take()
+
+    def _make_planner(self, hosts: Sequence[int], shard_bytes: Bytes) -> Planner:
+        config = self._job.planner
+        if config.spans == "none" or not hosts or not self.plans:
+            return StreamPlanner(shard_bytes, len(hosts), self._job.config.block_bytes)
+        return SpanPlanner(config, rank=self._job.rank, hosts=hosts, shard_bytes=shard_bytes)
+
+    def _is_reactive(self) -> bool:
+        """Whether chunks pass by what the link really does, or by the plan alone."""
+        return self._job.planner.gate
+
+    def _make_sources(self, stager: Stager, layout: Layout) -> tuple[Stager, LiveSource | None]:
+        """What stages the local copy, and what replicas are sent from if that is not the local copy."""
+        return stager, None
+
+    def _peers(self, nodes_of: Callable[[int, int, int], list[int]]) -> list[int]:
+        """Ranks that stand where we stand on other nodes."""
+        topology = self._job.topology
+        node, local_rank = topology.node_of(self._job.rank), topology.local_rank_of(self._job.rank)
+        nodes = nodes_of(node, topology.num_nodes, self._job.config.replicas)
+        return [topology.ranks_of(node)[local_rank] for node in nodes]
+
+    def _connect(self, me: Identity, addresses: dict[int, tuple[str, int]]) -> None:
+        assert self._store is not None
+        manifest, config = json.dumps(self._state.manifest()), self._job.config
+        self._store.write_manifest(self._job.rank, manifest)
+        for host, address in addresses.items():
+            link = ReplicaLink(
+                me,
+                self._job.rank,
+                host,
+                address,
+                timeout_s=self._timeout_s,
+                low_class=config.low_class,
+                send_buffer_bytes=config.send_buffer_bytes,
+                route=self._job.routes.get(host),
+            )
+            link.connect(manifest)
+            self._links.append(link)
+
+    def _start(self, iteration: int) -> None:
+        assert self._executor is not None
+        is_late, self._waiting = self._waiting is not None, None
+        plan = self._scheduler.plan(iteration, self._executor.link_model(), is_late=is_late)
+        save = self._executor.start(iteration, self._completion.latest, plan)
+        self._completion.expect(save)
+
+    def _look_again(self, op: OpKey) -> None:
+        """The save before is late: starts the next one as soon as that has settled.
+
+        Asks when a rank comes to its experts and takes the answer when it is done with them, and with what follows. In
+        between the links are empty: nobody waits for the answer.
+        """
+        into, out_of = ("dispatch", "combine") if op.direction == "forward" else ("combine", "dispatch")
+        if op.kind == into:
+            self._ask()
+        elif op.kind == out_of and self._waiting is not None and self._learn():
+            self._start(self._waiting)
+
+    def _ask(self) -> None:
+        """Asks once all ranks have come to the same moment whether the save on its way has settled."""
+        save = self._completion.pending
+        if save is not None and self._completion.may_ask:
+            self._completion.ask(self._scheduler.take_losses())
+            self._persister.ask(save.iteration)
+
+    def _learn(self) -> bool:
+        """Takes what the last reduction said; whether no save is on its way any more."""
+        save = self._completion.pending
+        is_free = self._completion.learn()
+        self._persister.learn()
+        self._scheduler.hear_losses(*self._completion.losses_s)
+        if not is_free or save is None:
+            return is_free
+        if self._completion.latest == save.iteration:
+            self._completed.append(save.iteration)
+            self._persister.take(save.iteration)
+        if save.failures:
+            self._counters.failed_saves += 1
+            self._counters.last_failure = f"iteration {save.iteration}: {save.failures[0]}"
+        return True
+
+    def _settle(self, timeout_s: Seconds) -> None:
+        """Blocks until no save is on its way on any rank; each rank waits for its own, so one reduction is enough."""
+        if self._learn():
+            return
+        assert self._executor is not None
+        assert self._completion.pending is not None
+        self._executor.settle(self._completion.pending, timeout_s)
+        self._ask()
+        self._learn()
+
+    def _overflow(self) -> None:
+        """Blocks until the save on its way has settled on all ranks, which is charged to it."""
+        begin_s = time.perf_counter()
+        self._settle(self._timeout_s)
+        self._scheduler.overflow(time.perf_counter() - begin_s)
+
+    def _finish(self, timeout_s: Seconds) -> None:
+        """Blocks until all that was requested is in place or has failed, also what could not start yet."""
+        self._settle(timeout_s)
+        if self._waiting is not None:
+            self._start(self._waiting)
+            self._settle(timeout_s)
+
+    def _forget_after(self, iteration: int) -> None:
+        """Once, before the first save: empties what an abandoned attempt has left of later iterations."""
+        if not self._is_clean:
+            assert self._store is not None
+            self._store.forget_after(iteration)
+            barrier(self._job.control_group)  # or a faster owner's new copy could be taken for an old one
+            self._is_clean = True
+
+    def _replace_lost(self, iteration: int, holders: Sequence[int]) -> None:
+        """Sends the restored state to hosts that have lost it, so that the next failure finds all replicas again."""
+        assert self._executor is not None
+        lost = [link.host for link in self._links if link.host not in holders]
+        plan = self._scheduler.plan(iteration, None)
+        self._completion.expect(self._executor.resend(iteration, plan, lost))

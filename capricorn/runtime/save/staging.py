@@ -1,0 +1,139 @@
+"""Staging: copies the live state into a slot, block by block, beside the training that reads it.
+
+On the CPU the staging thread copies by itself; on CUDA a side stream copies into slots registered as pinned memory,
+and the thread only waits for events. Knows no network.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from capricorn.errors import StoreError
+from capricorn.runtime.save.flat_state import FlatState
+from capricorn.runtime.store.slot import Slot
+
+
+class Stager(Protocol):
+    """How bytes come from the live state into a slot."""
+
+    def mark(self) -> None:
+        """On the training thread, after an update: what is enqueued so far must have run before a copy may start."""
+        ...
+
+    def copy(self, slot: Slot) -> Iterator[int]:
+        """On the staging thread: yields the index of each block once its bytes are in the slot, in order."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class BlockCopies:
+    """For each block, the copies that start in it: (place in the payload, live memory)."""
+
+    def __init__(self, state: FlatState, slot: Slot) -> None:
+        self.payload_B = payload_of(slot)
+        self.by_block: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(slot.layout.num_blocks)]
+        size = slot.layout.block_bytes
+        for run in state.runs:
+            if not run.is_flat:
+                # A tensor with gaps cannot be cut; its later bytes arrive before the blocks they belong to are hashed.
+                self.by_block[run.offset // size].append((run.view(self.payload_B), run.source))
+                continue
+            start, end = run.offset, run.offset + run.num_bytes
+            while start < end:
+                stop = min(end, (start // size + 1) * size)
+                live = run.source[start - run.offset : stop - run.offset]
+                self.by_block[start // size].append((self.payload_B[start:stop], live))
+                start = stop
+
+
+def payload_of(slot: Slot) -> Tensor:
+    """The payload of a slot as a uint8 tensor over the same memory."""
+    if not slot.layout.payload_bytes:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(slot.payload, dtype=torch.uint8)
+
+
+class HostStager:
+    """Copies on the calling thread; a torch copy holds the GIL for its launch only."""
+
+    def __init__(self, state: FlatState, slots: list[Slot]) -> None:
+        self._copies = {slot.path: BlockCopies(state, slot) for slot in slots}
+
+    def mark(self) -> None:
+        """Nothing runs behind our back on the CPU."""
+
+    def copy(self, slot: Slot) -> Iterator[int]:
+        for index, copies in enumerate(self._copies[slot.path].by_block):
+            for place, live in copies:
+                place.copy_(live)
+            yield index
+
+    def close(self) -> None:
+        self._copies.clear()
+
+
+AHEAD = 8
+"""Blocks whose copies are enqueued before the first of them has landed."""
+
+
+class CudaStager:
+    """Copies on a side stream into slots registered with CUDA, so that the copy engine works while kernels run."""
+
+    def __init__(self, state: FlatState, slots: list[Slot], device: torch.device) -> None:
+        self._copies = {slot.path: BlockCopies(state, slot) for slot in slots}
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._updated = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._registered: list[int] = []
+        for copies in self._copies.values():
+            self._register(copies.payload_B)
+
+    def _register(self, payload_B: Tensor) -> None:
+        if not payload_B.numel():
+            return
+        error = _cudart().cudaHostRegister(payload_B.data_ptr(), payload_B.numel(), 0)
+        if int(error) != 0:
+            raise StoreError(f"CUDA cannot pin {payload_B.numel()} bytes of the store (error {int(error)})")
+        self._registered.append(payload_B.data_ptr())
+
+    def mark(self) -> None:
+        self._updated.record(torch.cuda.current_stream(self._stream.device))
+
+    def copy(self, slot: Slot) -> Iterator[int]:
+        self._stream.wait_event(self._updated)
+        landed: deque[torch.cuda.Event] = deque()
+        by_block = self._copies[slot.path].by_block
+        for index in range(len(by_block)):
+            for copies in by_block[index + len(landed) : index + AHEAD]:
+                landed.append(self._enqueue(copies))
+            landed.popleft().synchronize()
+            yield index
+
+    def _enqueue(self, copies: list[tuple[Tensor, Tensor]]) -> torch.cuda.Event:
+        """Yields what tells when these have landed."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            for place, live in copies:
+                place.copy_(live, non_blocking=True)
+            event.record(self._stream)
+        return event
+
+    def close(self) -> None:
+        for address in self._registered:
+            _cudart().cudaHostUnregister(address)
+        self._registered.clear()
+        self._copies.clear()
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def make_stager(state: FlatState, slots: list[Slot], device: torch.device) -> Stager:
+    """The stager for that device."""
+    return CudaStager(state, slots, device) if device.type == "cuda" else HostStager(state, slots)

@@ -1,0 +1,324 @@
+"""The memory store of one node: files on tmpfs, one folder per run and node, that outlive every worker.
+
+Folder: <root>/capricorn-<run>/ with the launcher's lock, and in it node<k>/ with node.json, and for each owner whose
+copies this node keeps owner<r>.json (the layout of its state) and two slots. It needs no daemon and no port.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import stat
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Self
+
+from pydantic import ValidationError
+
+from capricorn.config.fields import FrozenModel
+from capricorn.errors import ConfigError, StoreError
+from capricorn.runtime.store.slot import COMPLETE, Layout, Slot, Tap, read_header
+from capricorn.sizing.memory import NUM_SLOTS
+from capricorn.systems.interface import Copy
+from capricorn.topology import Topology
+from capricorn.units import Bytes
+
+RUN_PREFIX: Final = "capricorn-"
+_FORMAT = 1
+_NODE = "node.json"
+_SLOT_NAME = re.compile(r"owner(\d+)\.slot\d+")
+
+
+class NodeFacts(FrozenModel):
+    """What a store says of its node."""
+
+    format: int
+    run_id: str
+    node: int
+    num_nodes: int
+    ranks_per_node: int
+
+
+class NodeStore:
+    """One node's copies; implements `MemoryStore`. Each owner's slots have one writer at a time."""
+
+    def __init__(self, folder: Path, facts: NodeFacts, tap: Tap | None = None) -> None:
+        """`tap` is called before each change of the hosted copies and their layouts."""
+        self._tap = tap
+        self.folder, self.run_id, self.node = folder, facts.run_id, facts.node
+        self.topology = Topology(facts.num_nodes, facts.ranks_per_node)
+        self._slots: dict[int, list[Slot]] = {}
+        self._pinned: list[Slot] = []
+
+    @classmethod
+    def create(cls, folder: Path, run_id: str, node: int, topology: Topology) -> Self:
+        """Makes the folder of an empty store, readable by its user alone.
+
+        Raises:
+            StoreError: it cannot be made, or it or the folder around it is not ours alone.
+        """
+        facts = NodeFacts(
+            format=_FORMAT,
+            run_id=run_id,
+            node=node,
+            num_nodes=topology.num_nodes,
+            ranks_per_node=topology.ranks_per_node,
+        )
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            for ours in (folder.parent, folder):
+                _refuse_foreign(ours)
+            _write_text(folder / _NODE, facts.model_dump_json())
+        except OSError as error:
+            advice = "make room there, or set store.root"
+            raise StoreError(f"cannot make the store {folder}: {error.strerror}; {advice}") from None
+        return cls(folder, facts)
+
+    @classmethod
+    def open(cls, folder: Path, tap: Tap | None = None) -> Self:
+        """The store in a folder that `create` made.
+
+        Raises:
+            StoreError: there is none, or it is of another format or damaged.
+        """
+        facts = _read_json(folder / _NODE)
+        if facts.get("format") != _FORMAT:
+            raise StoreError(f"{folder} is a store of format {facts.get('format')!r}; this version reads {_FORMAT}")
+        try:
+            return cls(folder, NodeFacts.model_validate(facts), tap)
+        except (ValidationError, ConfigError):
+            raise StoreError(f"{folder / _NODE} is damaged: it does not describe a node") from None
+
+    def host(self, owner: int, layout: Layout, num_slots: int = NUM_SLOTS) -> list[Slot]:
+        """The slots for that owner, made if need be; what survives in them is kept.
+
+        One more than usual lets one of them be pinned.
+
+        Raises:
+            StoreError: there is no room, or they hold a state of another layout.
+        """
+        if owner not in self._slots:
+            paths = [self.folder / f"owner{owner}.slot{k}" for k in range(num_slots)]
+            self._slots[owner] = [Slot(path, owner, layout, tap=self._tap) for path in paths]
+        return self._slots[owner]
+
+    def begin(self, owner: int, iteration: int, keep: int, attempt: int = 0) -> Slot:
+        """The slot to write that iteration into: never the one that holds `keep`, the newest complete on all ranks.
+
+        Nor one that is pinned. A damaged slot is taken first, then the oldest. Source: Gemini, SOSP'23, section 4 (two
+        buffers a replica).
+        """
+        kept = self.read(owner, keep) if keep else None
+        free = (slot for slot in self._slots[owner] if slot is not kept and slot not in self._pinned)
+        slot = min(free, key=_age)
+        slot.begin(iteration, attempt)
+        return slot
+
+    def commit(self, copy: Slot) -> None:
+        copy.commit()
+
+    def abort(self, copy: Slot) -> None:
+        copy.abort()
+
+    def read(self, owner: int, iteration: int) -> Slot | None:
+        """The slot that is a complete copy of that iteration, by its header; None if there is none."""
+        return next((slot for slot in self._slots.get(owner, []) if slot.holds(iteration)), None)
+
+    def pin(self, slot: Slot) -> None:
+        """Keeps what the slot holds until `unpin`, or until the process ends."""
+        self._pinned.append(slot)
+
+    def unpin(self, slot: Slot) -> None:
+        """Lets a pinned slot be used again."""
+        self._pinned.remove(slot)
+
+    def iterations(self, owner: int) -> list[int]:
+        """Iterations of which a hosted owner has a complete copy here, by their headers."""
+        headers = (slot.header for slot in self._slots[owner] if slot.is_complete)
+        return [header.iteration for header in headers if header is not None]
+
+    def forget_after(self, iteration: int) -> None:
+        """Empties the hosted copies of later iterations: after a rollback they belong to an abandoned future."""
+        for slots in self._slots.values():
+            for slot in slots:
+                header = slot.header
+                if header is None or header.iteration > iteration:
+                    slot.abort()
+
+    def manifest_path(self, owner: int) -> Path:
+        """Where the layout of that owner's state lies."""
+        return self.folder / f"owner{owner}.json"
+
+    def write_manifest(self, owner: int, manifest: str) -> None:
+        """Keeps the layout of an owner's state beside its copies.
+
+        Raises:
+            StoreError: there is no room.
+        """
+        path = self.manifest_path(owner)
+        if path.exists() and path.read_text(encoding="utf-8", errors="replace") == manifest:
+            return  # after a restart, when there may be no room for it any more
+        if self._tap is not None:
+            self._tap("manifest")
+        try:
+            _write_text(path, manifest)
+        except OSError as error:
+            raise StoreError(f"cannot write {path}: {error.strerror}; make room there, or set store.root") from None
+
+    def inventory(self) -> list[Copy]:
+        """Every slot in the folder, from its header alone."""
+        copies = []
+        for path in sorted(self.folder.iterdir()):
+            if (match := _SLOT_NAME.fullmatch(path.name)) is None:
+                continue
+            owner = int(match[1])
+            header = read_header(path)
+            if header is None or path.stat().st_size != header.layout.file_bytes:
+                copies.append(Copy(owner, 0, "damaged", path))
+            else:
+                size = header.layout.payload_bytes
+                copies.append(Copy(owner, header.iteration, header.state, path, size, header.attempt))
+        return copies
+
+    def verify(self, copy: Copy) -> bool:
+        """Whether every block of a complete copy matches its checksum."""
+        header = read_header(copy.path)
+        if header is None or header.state != COMPLETE or copy.path.stat().st_size != header.layout.file_bytes:
+            return False
+        slot = Slot(copy.path, copy.owner, header.layout, create=False)
+        try:
+            return slot.damaged_block() is None
+        finally:
+            slot.close()
+
+    def close(self) -> None:
+        """Unmaps the slots; the files stay."""
+        for slots in self._slots.values():
+            for slot in slots:
+                slot.close()
+        self._slots.clear()
+
+
+def _age(slot: Slot) -> tuple[bool, int]:
+    header = slot.header
+    return slot.is_complete, header.iteration if header is not None else 0
+
+
+@dataclass(frozen=True, slots=True)
+class StoreFolder:
+    """The folder of one run on this machine."""
+
+    path: Path
+    run_id: str
+    live: bool
+    """Whether its launcher still holds the lock."""
+    nodes: tuple[Path, ...]
+    num_bytes: Bytes
+
+
+class RunLock:
+    """The folder of a run and the lock that tells it from a leftover, held until `release`; flock ends with us."""
+
+    def __init__(self, root: Path, run_id: str) -> None:
+        """Makes and locks the folder.
+
+        Raises:
+            StoreError: the root cannot be written, or the run exists already.
+        """
+        self.folder = root / (RUN_PREFIX + run_id)
+        unborn = root / f".{self.folder.name}"
+        try:
+            # It gets its name once it is locked, so that `clean` never takes a run that starts for a leftover.
+            unborn.mkdir(mode=0o700)
+            self._fd = os.open(unborn / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            unborn.rename(self.folder)
+        except OSError as error:
+            raise StoreError(f"cannot make the store {self.folder}: {error.strerror}; set store.root") from None
+
+    def release(self, *, keep: bool) -> None:
+        """Removes the folder, unless it is to be kept, and gives up the lock."""
+        if not keep:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self._fd)
+
+
+def find_stores(root: Path) -> list[StoreFolder]:
+    """The stores of all runs below a root, live or left over, sorted by name."""
+    named = [path for pattern in ("*", ".*") for path in root.glob(pattern) if path.is_dir() and not path.is_symlink()]
+    # A name with a dot is that of a run which was killed before its folder was locked and renamed.
+    return [_describe(path) for path in sorted(named) if path.name.removeprefix(".").startswith(RUN_PREFIX)]
+
+
+def remove_store(folder: StoreFolder) -> None:
+    """Removes a leftover.
+
+    Raises:
+        StoreError: its run is alive.
+    """
+    if _is_locked(folder.path / "lock"):
+        raise StoreError(f"{folder.path} belongs to a live run; stop it first")
+    shutil.rmtree(folder.path)
+
+
+def _describe(path: Path) -> StoreFolder:
+    nodes = tuple(sorted(node for node in path.glob("node*") if node.is_dir()))
+    size = sum(map(_allocated, path.rglob("*")))
+    run_id = path.name.removeprefix(".").removeprefix(RUN_PREFIX)
+    return StoreFolder(path, run_id, _is_locked(path / "lock"), nodes, size)
+
+
+def _allocated(path: Path) -> Bytes:
+    try:
+        return 512 * path.lstat().st_blocks
+    except FileNotFoundError:  # its run has just ended
+        return 0
+
+
+def _is_locked(lock: Path) -> bool:
+    try:
+        fd = os.open(lock, os.O_RDWR)
+    except PermissionError:
+        return True  # another user's, and not ours to judge
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def _refuse_foreign(folder: Path) -> None:
+    """Raises StoreError if somebody else prepared the folder, or could put files into it."""
+    facts = folder.lstat()
+    # In a sticky folder others may add files, but neither remove nor replace ours.
+    is_shared = facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not facts.st_mode & stat.S_ISVTX
+    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid() or is_shared:
+        raise StoreError(f"{folder} is a link, another user's, or others may write to it; remove it or set store.root")
+
+
+def _write_text(path: Path, text: str) -> None:
+    # Under a name of its own, since the ranks of a node may do this at once; readable by its user alone.
+    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=".")
+    with os.fdopen(fd, "w", encoding="utf-8") as file:
+        file.write(text)
+    Path(temporary).replace(path)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise StoreError(f"{path.parent} is not a memory store: cannot read {path.name}: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise StoreError(f"{path} is damaged: it is not JSON") from None
+    if not isinstance(data, dict):
+        raise StoreError(f"{path} is damaged: it is not a table")
+    return data

@@ -1,0 +1,98 @@
+"""The place of a rank in a torchrun job, for training loops of one's own: no launcher of this project is needed."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from capricorn.config.planner import PlannerConfig
+from capricorn.config.scenario import SystemConfig
+from capricorn.config.system_settings import PersistConfig
+from capricorn.errors import ConfigError, StoreError
+from capricorn.runtime.comm.collectives import maximum
+from capricorn.runtime.store.node_store import RUN_PREFIX, NodeStore
+from capricorn.systems.interface import JobContext
+from capricorn.topology import Topology
+from capricorn.units import Seconds
+
+
+def join_job(
+    run_id: str,
+    config: SystemConfig,
+    *,
+    planner: PlannerConfig | None = None,
+    persist: PersistConfig | None = None,
+    device: torch.device | str = "cpu",
+    address: str = "127.0.0.1",
+    root: str | Path = "/dev/shm",
+    timeout_s: Seconds = 120.0,
+) -> JobContext:
+    """Who and where this rank is, from torchrun's environment; makes this node's store if it is not there.
+
+    Collective; `init_process_group` has been called. The store outlives the workers, so that the next attempt finds it.
+    While one of them lives, `capricorn-bench clean` leaves it alone.
+
+    Args:
+        run_id: names the job; the same on all ranks and in all its attempts.
+        config: `replicas` may not exceed the number of nodes.
+        planner: how system `capricorn` plans; by default as well as it can.
+        persist: which checkpoints go to disk as well, and where: `dir` is then needed, a folder that all nodes reach.
+        device: where the state of this rank lives.
+        address: of this node's own interface, by which its peers reach it.
+        root: a tmpfs.
+        timeout_s: deadline of the control group's collectives.
+
+    Raises:
+        ConfigError: this is not a torchrun worker, there are more replicas than nodes, or `persist` names no folder.
+        StoreError: the store cannot be made.
+    """
+    persist = persist or PersistConfig()
+    if persist.every and not persist.dir:
+        raise ConfigError("persist.every needs persist.dir, a folder that all nodes reach")
+    try:
+        rank, local_size = int(os.environ["RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    except KeyError as error:
+        raise ConfigError(f"{error.args[0]} is not set; start the job with torchrun") from None
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    topology = Topology(dist.get_world_size() // local_size, local_size)
+    if config.replicas > topology.num_nodes:
+        raise ConfigError(f"replicas={config.replicas} needs as many nodes, there are {topology.num_nodes}")
+    return JobContext(
+        run_id=run_id,
+        attempt=maximum(group, restarts),
+        topology=topology,
+        rank=rank,
+        device=torch.device(device),
+        control_group=group,
+        config=config,
+        planner=planner or PlannerConfig(),
+        persist=persist,
+        persist_dir=_make_tier(Path(persist.dir)) if persist.dir else None,
+        store_dir=_make_store(Path(root) / (RUN_PREFIX + run_id), run_id, topology.node_of(rank), topology),
+        address=address,
+    )
+
+
+def _make_tier(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"persist.dir {folder}: cannot make the folder: {error.strerror}") from None
+    return folder.resolve()
+
+
+def _make_store(folder: Path, run_id: str, node: int, topology: Topology) -> Path:
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        NodeStore.create(folder / f"node{node}", run_id, node, topology)  # which refuses a folder of others
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_SH)  # held, with its descriptor, until this process ends
+    except OSError as error:
+        raise StoreError(f"cannot make the store {folder}: {error.strerror}") from None
+    return folder / f"node{node}"

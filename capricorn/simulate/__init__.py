@@ -1,0 +1,1 @@
+"""Planners in virtual time: replayed over a series of expert loads."""

@@ -1,0 +1,181 @@
+"""Drives a planner through a training in virtual time: what its plans collide with, leave over and cost."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+from capricorn.hooks import NO_LAYER
+from capricorn.planner.link_model import LinkModel
+from capricorn.planner.plan import Limit, Plan, Planner
+from capricorn.planner.profile import spans_of
+from capricorn.simulate.training_model import Training
+from capricorn.units import Bytes, Seconds
+
+
+class Iteration(NamedTuple):
+    """What became of the checkpoint that was sent in one iteration."""
+
+    collision_s: Seconds
+    """By which the all-to-all was delayed."""
+    overflow_s: Seconds
+    """For which the update waited for what had not been sent."""
+    profile_s: Seconds
+    """What profiling and planning took; 0 if there was no profile."""
+    planned_bytes: Bytes
+    hidden_bytes: Bytes
+    """Of those planned, sent while the link was idle."""
+    profiled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a policy came to, over all iterations."""
+
+    base_s: Seconds
+    """What the training takes without checkpoints."""
+    iterations: tuple[Iteration, ...]
+
+    @property
+    def collision_s(self) -> Seconds:
+        return sum(each.collision_s for each in self.iterations)
+
+    @property
+    def overflow_s(self) -> Seconds:
+        return sum(each.overflow_s for each in self.iterations)
+
+    @property
+    def slowdown(self) -> float:
+        """The training's time as a multiple of the same without checkpoints."""
+        profile_s = sum(each.profile_s for each in self.iterations)
+        return 1 + (self.collision_s + self.overflow_s + profile_s) / self.base_s
+
+    @property
+    def profiled_frac(self) -> float:
+        return self.num_profiles(1, len(self.iterations)) / len(self.iterations)
+
+    @property
+    def accuracy_frac(self) -> float | None:
+        """Of the bytes planned into spans, those that did fit; None if none were planned."""
+        planned_bytes = sum(each.planned_bytes for each in self.iterations)
+        return sum(each.hidden_bytes for each in self.iterations) / planned_bytes if planned_bytes else None
+
+    def num_profiles(self, first: int, last: int) -> int:
+        """How many of the iterations `first` to `last`, from 1, were measured."""
+        return sum(each.profiled for each in self.iterations[first - 1 : last])
+
+
+class Checkpoint:
+    """The chunks of one plan, as they go out span by span in one iteration after the other."""
+
+    def __init__(self, plan: Plan, link: LinkModel) -> None:
+        self.plan = plan
+        self._planned_bytes = plan.planned_bytes
+        self._link = link
+        self._ends = list(accumulate(chunk.num_bytes for chunk in plan.chunks))
+        self._num_planned = bisect_right(self._ends, self._planned_bytes)
+        self.begin()
+
+    def begin(self) -> None:
+        """Nothing has been sent."""
+        self._sent = self._budget = self._hidden_bytes = 0
+        self._collision_s: Seconds = 0.0
+
+    def outcome(self, profile_s: Seconds, profiled: bool) -> Iteration:
+        """What became of it, the rest sent while the update waits."""
+        rest = self._ends[-1] - self._sent
+        overflow_s = self._link.transfer_s(rest) if rest else 0.0
+        hidden_bytes = min(self._hidden_bytes, self._planned_bytes)
+        return Iteration(self._collision_s, overflow_s, profile_s, self._planned_bytes, hidden_bytes, profiled)
+
+    def send_freely(self, true_s: Seconds) -> None:
+        """A span while nothing is planned yet: all that fits goes out."""
+        self._send(min(self._sent + self._link.capacity_bytes(true_s), self._ends[-1]), true_s)
+
+    def send_blindly(self, limit: Limit, true_s: Seconds) -> None:
+        """A span without a gate: all that is planned up to its end goes out, and no overflow."""
+        self._budget += limit.num_bytes
+        started = min(bisect_left(self._ends, self._budget) + 1 if self._budget else 0, self._num_planned)
+        self._send(self._ends[started - 1] if started else 0, true_s)
+
+    def send_gated(self, limit: Limit, true_s: Seconds) -> None:
+        """A span with a gate: nothing starts after its end, nor what would leave after the limit.
+
+        Whatever the plan, bytes that could go earlier do, and the overflow follows on the rest.
+        """
+        if limit.num_bytes:
+            room = self._link.capacity_bytes(limit.end_s)
+            started = bisect_left(self._ends, self._sent + true_s * self._link.bytes_per_s)
+            self._send(min(self._sent + room, self._ends[min(started, len(self._ends) - 1)]), true_s)
+
+    def _send(self, until: Bytes, true_s: Seconds) -> None:
+        """The bytes up to there, back to back from the begin of a span that lasts that long."""
+        num_bytes = until - self._sent
+        if num_bytes <= 0:
+            return
+        self._sent += num_bytes
+        self._collision_s += max(0.0, self._link.transfer_s(num_bytes) - true_s)
+        self._hidden_bytes += min(num_bytes, self._link.capacity_bytes(true_s))
+
+
+def replay(
+    planner: Planner, training: Training, link: LinkModel, *, gate: bool, profile_cost_frac: float, oracle: bool = False
+) -> Outcome:
+    """What the planner makes of the training, which sends a checkpoint in every iteration.
+
+    An `oracle` is shown each iteration before it plans it, for nothing; others after it, when they want a profile.
+    """
+    run = _Run(planner, training, link, gate)
+    iterations = []
+    for index, base_s in enumerate(training.base_s.tolist()):
+        number = index + 1
+        if oracle:
+            planner.observe(training.profile(index, number))
+        sent, wants_profile = run.iterate(index)
+        profiled = wants_profile and not oracle
+        if profiled:
+            planner.observe(training.profile(index, number))
+        done = sent.outcome(profile_cost_frac * base_s if profiled else 0.0, profiled)
+        planner.note(number, done.collision_s + done.overflow_s, done.profile_s)
+        iterations.append(done)
+    return Outcome(float(training.base_s.sum()), tuple(iterations))
+
+
+class _Run:
+    """The iterations of a training with a planner, one at a time."""
+
+    def __init__(self, planner: Planner, training: Training, link: LinkModel, gate: bool) -> None:
+        self._planner, self._link = planner, link
+        self._spans_IS, self._tokens_IMW = training.spans_s.tolist(), training.tokens.tolist()
+        self._routed = _routed_before(training)
+        self._send = Checkpoint.send_gated if gate else Checkpoint.send_blindly
+        self._checkpoint = Checkpoint(Plan(()), link)
+
+    def iterate(self, index: int) -> tuple[Checkpoint, bool]:
+        """Sends the checkpoint before in that iteration; what became of it, and whether a profile was wanted."""
+        planner, send, tokens_MW = self._planner, self._send, self._tokens_IMW[index]
+        plan = planner.plan(index, self._link)
+        wants_profile = planner.wants_profile(index + 1)
+        if self._checkpoint.plan is not plan:
+            self._checkpoint = Checkpoint(plan, self._link)
+        checkpoint = self._checkpoint
+        checkpoint.begin()
+        for span, (layer, true_s) in enumerate(zip(self._routed, self._spans_IS[index], strict=True)):
+            if layer != NO_LAYER:
+                planner.on_routed(layer, tokens_MW[layer])
+            if plan.limits:
+                send(checkpoint, planner.limit(span), true_s)
+            else:
+                # Before the first plan bytes go as soon as they are staged; those that fit the spans do no harm.
+                checkpoint.send_freely(true_s)
+        return checkpoint, wants_profile
+
+
+def _routed_before(training: Training) -> tuple[int, ...]:
+    """By idle span: the layer whose router has chosen just before it begins; NO_LAYER if none has."""
+    return tuple(
+        span.opens.layer if span.opens is not None and span.opens[1:] == ("forward", "dispatch") else NO_LAYER
+        for span in spans_of(training.ops)
+    )

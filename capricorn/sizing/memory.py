@@ -1,0 +1,149 @@
+"""How large a run is, by formula, before anything starts: parameters, bytes per rank, host memory, tmpfs.
+
+The formulas are those `doctor` and `run --dry-run` print and the tests hold against the real thing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from capricorn.config.scenario import ModelConfig, Scenario
+from capricorn.topology import expert_split
+from capricorn.units import KIB, MIB, Bytes
+
+STATE_BYTES_PER_PARAM = 12
+"""fp32 weight, Adam's first and second moment. Source: Gemini, SOSP'23, section 2."""
+WORKER_BYTES, AGENT_BYTES = 355 * MIB, 225 * MIB
+"""Resident size of a worker before it makes a model, and of a process that has torch imported; CPU build, measured."""
+NUM_SLOTS = 2
+"""Iterations the store keeps of each copy: the newest complete one and the one being written."""
+SLOT_OVERHEAD_BYTES = 32 * KIB
+"""Of a slot: header page, checksum table, random state, step counts, padding, and its share of the manifest."""
+
+FILE_SYSTEMS = frozenset({"torchsnapshot", "torch-save", "dcp", "dcp-async", "torch-checkpointing"})
+"""Systems that write files instead of keeping replicas in memory."""
+
+REPLICATING_SYSTEMS = frozenset({"capricorn", "blocking", "gemini", "gemini-staged"})
+"""Systems that keep replicas in memory by our own runtime, which can also persist them."""
+
+MLA_Q_RANK, MLA_KV_RANK, MLA_ROPE_DIM = 1536, 512, 64
+"""Latent widths of multi-head latent attention. Source: DeepSeek-V3, section 4.2."""
+
+
+def expert_params(model: ModelConfig) -> int:
+    """Parameters of one routed expert."""
+    if model.family == "mixtral":
+        return 3 * model.hidden * model.ffn
+    return 2 * model.hidden * model.ffn + model.ffn + model.hidden
+
+
+def attention_params(model: ModelConfig) -> int:
+    """Parameters of the attention of one layer."""
+    h, d = model.hidden, model.head_dim
+    if model.attention == "mla":
+        q = h * MLA_Q_RANK + MLA_Q_RANK + MLA_Q_RANK * model.num_heads * (d + MLA_ROPE_DIM)
+        kv = h * (MLA_KV_RANK + MLA_ROPE_DIM) + MLA_KV_RANK + MLA_KV_RANK * model.num_heads * 2 * d
+        return q + kv + model.num_heads * d * h
+    weights = h * d * (model.num_heads + 2 * model.num_kv_heads) + model.num_heads * d * h
+    bias = d * (model.num_heads + 2 * model.num_kv_heads) + h if model.family == "gpt-moe" else 0
+    return weights + bias
+
+
+def dense_params(model: ModelConfig) -> int:
+    """Parameters every rank holds in full: embeddings, attention, norms, gates, dense and shared feed-forward."""
+    h = model.hidden
+    gpt = model.family == "gpt-moe"
+    embedding = model.vocab_size * h * (1 if model.tie_embeddings else 2) + (model.seq_len * h if gpt else 0)
+    norm = 2 * h if gpt else h
+    total = embedding + norm
+    for layer in range(model.num_layers):
+        total += attention_params(model) + 2 * norm
+        if model.is_moe(layer):
+            total += h * model.num_experts + model.num_shared_experts * expert_params(model)
+        else:
+            total += expert_params(model) if gpt else 3 * h * model.dense_ffn
+    return total
+
+
+def num_moe_layers(model: ModelConfig) -> int:
+    return sum(map(model.is_moe, range(model.num_layers)))
+
+
+def total_params(model: ModelConfig) -> int:
+    return dense_params(model) + num_moe_layers(model) * model.num_experts * expert_params(model)
+
+
+def active_params(model: ModelConfig) -> int:
+    """Parameters that one token passes through."""
+    return dense_params(model) + num_moe_layers(model) * model.top_k * expert_params(model)
+
+
+def activation_bytes(model: ModelConfig, value_bytes: Bytes) -> Bytes:
+    """What the forward pass keeps for the backward pass, about; nothing is recomputed."""
+    attention = 4 * model.hidden + 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
+    moe = (model.top_k * (2 * model.hidden + 4 * model.ffn)) + model.num_shared_experts * 4 * model.ffn
+    values = model.num_layers * (8 * model.hidden + attention + moe) + 3 * model.vocab_size
+    return value_bytes * model.tokens_per_rank * values
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Bytes a scenario takes; per rank those of the rank with the most experts."""
+
+    shard_bytes: Bytes
+    """State one rank owns and checkpoints: 12 bytes per owned parameter."""
+    device_bytes: Bytes
+    """Weights, gradients, moments and activations one rank keeps, on its device."""
+    process_bytes: Bytes
+    """Host memory of all processes on this machine, training state included when the device is the CPU."""
+    store_bytes: Bytes
+    """tmpfs of this machine: replicas x 2 slots x the state of the owners it hosts, and one slot more of each owner
+    where checkpoints are persisted; of a system that writes files, what it keeps and is writing, if they lie there."""
+
+    @property
+    def host_bytes(self) -> Bytes:
+        """Host memory of this machine; tmpfs is part of it."""
+        return self.process_bytes + self.store_bytes
+
+
+def needs_of(scenario: Scenario, *, cuda: bool) -> Needs:
+    """What the scenario takes on this machine (all its nodes when they are emulated, one when real)."""
+    model, topology = scenario.model, scenario.topology
+    held = len(expert_split(model.num_experts, topology.world_size)[0]) * num_moe_layers(model) * expert_params(model)
+    dense = dense_params(model)
+    dense_share = -(-dense // topology.world_size)
+    shard = STATE_BYTES_PER_PARAM * (held + dense_share)
+    device = 8 * (dense + held) + 8 * (held + dense_share) + activation_bytes(model, 2 if cuda else 4)
+    nodes_here = 1 if scenario.launch.nnodes else topology.num_nodes
+    ranks_here = nodes_here * topology.ranks_per_node
+    buffers = min(scenario.gemini.buffer_bytes, scenario.gemini.num_buffers * shard) if _sends_live(scenario) else 0
+    writer = AGENT_BYTES if _persists(scenario) else 0
+    processes = (
+        AGENT_BYTES * (nodes_here + 1) + (WORKER_BYTES + writer + buffers + (0 if cuda else device)) * ranks_here
+    )
+    return Needs(shard, device, processes, _store_bytes(scenario, nodes_here, shard))
+
+
+def _sends_live(scenario: Scenario) -> bool:
+    """Whether replicas are sent from the live state, through buffers."""
+    return scenario.system.name == "gemini" and scenario.system.every > 0 and scenario.system.replicas > 1
+
+
+def _persists(scenario: Scenario) -> bool:
+    """Whether checkpoints in memory are also written to disk, each rank by a process of its own."""
+    system = scenario.system
+    return system.name in REPLICATING_SYSTEMS and system.every > 0 and scenario.persist.every > 0
+
+
+def _store_bytes(scenario: Scenario, num_nodes: int, shard_bytes: Bytes) -> Bytes:
+    """What so many of the nodes take of tmpfs."""
+    topology, system, storage = scenario.topology, scenario.system, scenario.storage
+    if system.name == "none" or not system.every:
+        return 0
+    state_bytes = STATE_BYTES_PER_PARAM * total_params(scenario.model)
+    if system.name in FILE_SYSTEMS:
+        return (storage.keep + 1) * state_bytes if storage.medium == "tmpfs" else 0
+    num_copies = NUM_SLOTS * system.replicas + _persists(scenario)
+    slot_overhead_bytes = SLOT_OVERHEAD_BYTES + 8 * (shard_bytes // system.block_bytes)
+    overhead_bytes = num_copies * num_nodes * topology.ranks_per_node * slot_overhead_bytes
+    return state_bytes * num_nodes // topology.num_nodes * num_copies + overhead_bytes

@@ -1,0 +1,263 @@
+"""The interfaces of a checkpointing system and of the machinery such systems share. Interfaces only: no torch."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from capricorn.config.planner import PlannerConfig
+from capricorn.config.scenario import SystemConfig
+from capricorn.config.system_settings import DcpConfig, GeminiConfig, PersistConfig, StorageConfig, TorchSnapshotConfig
+from capricorn.hooks import TrainerHook
+from capricorn.topology import Topology
+from capricorn.units import Bytes, BytesPerSecond, Seconds
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+
+class PacedRoute(Protocol):
+    """The way to another node over links that are modelled in user space."""
+
+    def pieces(self, view: memoryview, *, low: bool = False) -> Iterator[memoryview]:
+        """The parts of a payload in order, each when it may be handed to the socket."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class JobContext:
+    """Who and where this rank is, given to a system when it is attached."""
+
+    run_id: str
+    attempt: int
+    """Counts the starts of the job, from 0; the same on all ranks."""
+    topology: Topology
+    rank: int
+    device: torch.device
+    control_group: ProcessGroup
+    """A gloo group of all ranks for small CPU tensors; collectives on it are issued by the training thread only."""
+    config: SystemConfig
+    store_dir: Path
+    """This node's folder of the memory store; made by the launcher."""
+    address: str
+    """Address of this node's own interface."""
+    routes: Mapping[int, PacedRoute] = field(default_factory=dict)
+    """By rank: the way there where links are modelled in user space; what is sent must pass through it."""
+    planner: PlannerConfig = field(default_factory=PlannerConfig)
+    storage_dir: Path | None = None
+    """Clocks of a modelled storage; what is written to storage or read from it must be charged to them."""
+    files_dir: Path | None = None
+    """Folder for files that all nodes reach and that outlives them; made and removed by the launcher."""
+    gemini: GeminiConfig = field(default_factory=GeminiConfig)
+    persist: PersistConfig = field(default_factory=PersistConfig)
+    persist_dir: Path | None = None
+    """Folder of the persistent tier, which all nodes reach; made by the launcher, and left as it is."""
+    model: str = ""
+    """Its name, if known."""
+    storage: StorageConfig = field(default_factory=StorageConfig)
+    torchsnapshot: TorchSnapshotConfig = field(default_factory=TorchSnapshotConfig)
+    dcp: DcpConfig = field(default_factory=DcpConfig)
+    store_tap: Callable[[str], None] | None = None
+    """Called right before each change of this rank's part of the memory store, with what it is."""
+
+
+class ShardState(Protocol):
+    """The state one rank owns, as a flat range of bytes that has the same layout in every iteration."""
+
+    @property
+    def num_bytes(self) -> Bytes: ...
+
+    @property
+    def digest(self) -> int:
+        """64-bit digest of the layout; copies with another digest are refused."""
+        ...
+
+    def manifest(self) -> dict[str, Any]:
+        """The layout as JSON: keys, dtypes, shapes, offsets, aliases."""
+        ...
+
+    def capture(self) -> None:
+        """Takes the small values that do not wait for the next update (RNG, data position); after each update."""
+        ...
+
+    def publish(self) -> None:
+        """Makes what was just restored effective: sets RNG and position, gives replicated parameters to all ranks."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One owner's state of one iteration as it lies in a store."""
+
+    owner: int
+    iteration: int
+    state: str
+    """`complete`, `writing`, `empty`, or `damaged` (its header does not read)."""
+    path: Path
+    num_bytes: Bytes = 0
+    attempt: int = 0
+
+
+class MemoryStore(Protocol):
+    """One node's copies. A copy is seen by `inventory` as complete only after `commit`."""
+
+    def begin(self, owner: int, iteration: int, keep: int) -> Any:
+        """Starts writing into a slot that holds nothing newer than needed: `keep` and later iterations stay."""
+        ...
+
+    def commit(self, copy: Any) -> None: ...
+    def abort(self, copy: Any) -> None: ...
+    def inventory(self) -> list[Copy]: ...
+    def read(self, owner: int, iteration: int) -> Any: ...
+
+
+@dataclass(slots=True)
+class Counters:
+    """What a system has done so far on this rank, cumulative."""
+
+    staged_bytes: Bytes = 0
+    sent_bytes: Bytes = 0
+    failed_saves: int = 0
+    last_failure: str = ""
+    persisted: int = 0
+    """Checkpoints that are complete on disk."""
+    failed_persists: int = 0
+    skipped_persists: int = 0
+    """Due while a writer was busy."""
+    last_persist_failure: str = ""
+
+    def complaint(self, rank: int) -> str:
+        """What has failed so far on that rank, in words; empty if nothing has."""
+        if not self.failed_saves:
+            return ""
+        return f"{self.failed_saves} saves failed on rank {rank}, the last one: {self.last_failure}"
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkEvent:
+    """A transfer for the timeline: `kind` is `stage`, `send` or `write` (to files); times by `time.perf_counter`."""
+
+    kind: str
+    iteration: int
+    begin_s: Seconds
+    end_s: Seconds
+    num_bytes: Bytes
+    is_pressed: bool = False
+    """Whether an update or the next checkpoint waited for it."""
+
+
+@dataclass(slots=True)
+class Planning:
+    """What a planner and its traffic did in one iteration on this rank; bytes are those that were sent in it."""
+
+    profile_s: Seconds = 0.0
+    plan_s: Seconds = 0.0
+    profiled: bool = False
+    """Whether its ops were measured."""
+    replanned: bool = False
+    planned_bytes: Bytes = 0
+    """Of the plans made in it: what fits the idle spans."""
+    hidden_bytes: Bytes = 0
+    """Sent while the link was idle."""
+    colliding_bytes: Bytes = 0
+    """Sent while a communication moved bytes."""
+    overflow_bytes: Bytes = 0
+    """Sent because an update or the next checkpoint waited for them."""
+    collision_s: Seconds = 0.0
+    overflow_s: Seconds = 0.0
+    drift: float = 0.0
+    """Of the expert loads since the plan."""
+    risk: float = 0.0
+    """Quantile of their durations to which idle spans are filled."""
+    idle_s: Seconds = 0.0
+    """Of all idle spans, as measured last."""
+    link_bytes_per_s: BytesPerSecond = 0.0
+    """As measured on line."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreReport:
+    """Where a restored state came from and how long each part took."""
+
+    iteration: int
+    sources: Sequence[str]
+    """By owner: the tier, `local`, `peer` or `persistent`."""
+    agree_s: Seconds
+    fetch_s: Seconds
+    load_s: Seconds
+    damaged: Sequence[str] = field(default=())
+    """Copies that were skipped since their checksum did not match, in words."""
+    notes: Sequence[str] = field(default=())
+    """What else there is to say of it."""
+
+
+class CheckpointSystem(TrainerHook, abc.ABC):
+    """What the trainer drives: it listens to the hooks and keeps checkpoints.
+
+    Threads and files start in `attach`, never in `__init__`. A system never times itself: the trainer charges the time
+    spent inside its hooks as stall. A save that fails while an older checkpoint is intact is counted and raised by
+    `drain`, and never ends the training.
+    """
+
+    name: ClassVar[str]
+    first_iteration: int = 1
+    """The first one that it would checkpoint, known after `attach`: some watch the training before."""
+    can_be_replaced: ClassVar[bool] = False
+    """Whether another may be attached in this process once it was closed after a failure: nothing of it lives on."""
+
+    @abc.abstractmethod
+    def attach(self, job: JobContext, state: ShardState) -> None:
+        """Makes ready to save and restore; collective over all ranks.
+
+        Raises:
+            StoreError: the store cannot be made.
+            TransportError: a peer cannot be reached.
+        """
+
+    @abc.abstractmethod
+    def latest_complete(self) -> int | None:
+        """Newest iteration that every rank could restore, as far as this rank knows."""
+
+    def latest_local(self) -> int | None:
+        """Newest iteration of which this rank has a complete copy in its own node's memory."""
+        return None
+
+    @abc.abstractmethod
+    def drain(self, timeout_s: Seconds) -> None:
+        """Waits until what was requested is complete everywhere; collective.
+
+        Raises:
+            CapricornError: a save failed, or the time is over.
+        """
+
+    @abc.abstractmethod
+    def restore(self) -> RestoreReport:
+        """Loads the newest iteration that all owners still have; collective, before training starts.
+
+        Raises:
+            NoCompleteCheckpointError: there is none.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Ends threads and connections; the store stays. May be called twice, and after a failure."""
+
+    def counters(self) -> Counters:
+        """Bytes and failures so far."""
+        return Counters()
+
+    def take_completed(self) -> list[int]:
+        """Iterations that became complete on all ranks since the last call."""
+        return []
+
+    def take_events(self) -> list[ChunkEvent]:
+        """Transfers finished since the last call, for the timeline."""
+        return []
+
+    def take_planning(self) -> Planning:
+        """What planning did since the last call."""
+        return Planning()

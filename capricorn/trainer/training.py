@@ -1,0 +1,58 @@
+"""What a rank trains: model, optimizer, data and their state. Made once, and kept when the job starts again.
+
+Knows no checkpoint, no failure and no process.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from capricorn.config.scenario import Scenario
+from capricorn.emulation.route import Route
+from capricorn.loads.forced_routing import Loads
+from capricorn.loads.load_source import given_shares
+from capricorn.records.job_file import Job
+from capricorn.trainer.data import Batches
+from capricorn.trainer.exchange import Network
+from capricorn.trainer.models import build_model
+from capricorn.trainer.optimizer import Optimizer
+from capricorn.trainer.training_state import training_state
+
+
+class Training:
+    """One rank's part, at the initial state of the seed."""
+
+    def __init__(self, job: Job, rank: int, device: torch.device, routes: dict[int, Route]) -> None:
+        """Collective: all ranks are in the default group."""
+        scenario = job.scenario
+        seed, world_size = scenario.train.seed, scenario.topology.world_size
+        self.device, self.loads = device, _given_loads(scenario, rank)
+        self.network = Network(dist.group.WORLD, routes)
+        self.model = build_model(scenario.model, rank, world_size, self.network, device, seed, self.loads)
+        self.optimizer = Optimizer(self.model, scenario.train, self.network)
+        shape = (scenario.model.batch_size, scenario.model.seq_len)
+        self.batches = Batches(job.tokens, rank, world_size, *shape, seed)
+        torch.manual_seed(seed * world_size + rank)
+        self.state = training_state(self.optimizer, self.batches, device)
+
+    def leave(self) -> None:
+        """Lets go of a group that has lost a member; the state stays as it is."""
+        self._use(None)
+
+    def rejoin(self) -> None:
+        """Goes on in the default group of now, which has the same ranks as that before."""
+        self._use(dist.group.WORLD)
+
+    def _use(self, group: dist.ProcessGroup | None) -> None:
+        self.network.group = self.optimizer.group = self.optimizer.oss.group = group
+
+
+def _given_loads(scenario: Scenario, rank: int) -> Loads | None:
+    """Loads that overrule the router's, if the scenario gives some."""
+    loads, train, model = scenario.loads, scenario.train, scenario.model
+    shares_IME = given_shares(loads, model, num_iterations=train.iterations, seed=train.seed)
+    if shares_IME is None:
+        return None
+    layers = [layer for layer in range(model.num_layers) if model.is_moe(layer)]
+    return Loads(shares_IME, layers=layers, top_k=model.top_k, seed=train.seed, rank=rank)

@@ -1,0 +1,276 @@
+"""Injected failures: which can happen to what, when they strike, and what they do to copies and files."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from capricorn.config.cluster import ClusterConfig
+from capricorn.config.fault_spec import KINDS
+from capricorn.config.fields import validate
+from capricorn.config.resolve import override
+from capricorn.config.scenario import Scenario
+from capricorn.errors import ConfigError
+from capricorn.faults import filler_file as ballast
+from capricorn.faults import inject as strikes
+from capricorn.faults.applicability import why_not
+from capricorn.faults.corrupt import Wire, damage_copies, damage_files
+from capricorn.faults.feasibility import check_faults
+from capricorn.faults.injector import FaultInjector
+from capricorn.faults.kill_point import Countdown
+from capricorn.faults.process_registry import ProcessName
+from capricorn.records.samples import EVENTS, EventSample, read_samples
+from capricorn.runtime.store.node_store import NodeStore
+from capricorn.topology import Topology
+from tests.support.mounts import tmpfs
+from tests.support.struck import DEADLINE_S, LAYOUT, TINY, damaged, fault, in_child, make_job, save, with_faults
+
+# --- what can happen to what
+
+
+def test_every_kind_can_be_made_to_happen() -> None:
+    assert strikes.STRIKES.keys() == KINDS.keys()
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "reason"),
+    [
+        ("kill@rank=0,iteration=3", ("system.name=none",), ""),
+        ("corrupt@rank=0,iteration=3", (), ""),
+        ("corrupt@rank=0,iteration=3", ("system.name=torch-save",), "no copies in the memory store"),
+        ("corrupt@rank=0,iteration=3", ("system.name=lm-resiliency",), "no copies in the memory store"),
+        ("truncate@rank=0,iteration=3,where=replica", ("system.replicas=1",), "--replicas 2"),
+        ("corrupt@rank=0,iteration=3,where=wire", ("system.replicas=1",), "--replicas 2"),
+        ("corrupt@rank=0,iteration=3,where=disk", (), "--persist-every"),
+        ("corrupt@rank=0,iteration=3,where=disk", ("persist.every=2",), ""),
+        ("disk-full@iteration=3", ("system.name=torch-save",), ""),
+        ("disk-slow@iteration=3", (), "--persist-every"),
+        ("torn-commit@rank=0,iteration=3", ("system.name=none",), "nothing that a kill could tear"),
+        ("torn-commit@rank=0,iteration=3", ("system.name=dcp",), ""),
+        ("tmpfs-full@rank=0,iteration=3", ("system.name=dcp",), "nothing in memory"),
+        ("tmpfs-full@rank=0,iteration=3", ("system.name=dcp", "storage.medium=tmpfs"), ""),
+        ("partition@node=0,iteration=3", (), "--cluster"),
+        ("group-loss@node=0,iteration=3", (), ""),
+        ("group-loss@node=0,iteration=3", ("launch.nnodes=2", "launch.rdzv_endpoint=a:1"), "leave out --nnodes"),
+    ],
+)
+def test_a_failure_that_cannot_happen_to_a_system_is_told_with_the_reason(
+    text: str, settings: tuple[str, ...], reason: str
+) -> None:
+    told = why_not(fault(text), override(TINY, list(settings)))
+    assert reason in told
+    assert bool(told) == bool(reason)
+
+
+def test_a_scenario_without_links_refuses_failures_of_links() -> None:
+    with pytest.raises(ConfigError, match="name another --cluster"):
+        validate(Scenario, TINY.model_dump() | {"faults": (fault("slow-link@node=0,iteration=3"),)}, "the scenario")
+
+
+def test_an_endless_partition_is_refused_only_where_links_are_paced() -> None:
+    cluster = ClusterConfig(name="test", rate_bytes_per_s=1e8, attention_s=0.01, expert_s=0.01, links="paced")
+    paced = TINY.model_copy(update={"cluster": cluster})
+    made = TINY.model_copy(update={"cluster": cluster.model_copy(update={"links": "namespaces"})})
+    assert "use seconds=S" in why_not(fault("partition@node=0,iteration=3,seconds=0"), paced)
+    assert not why_not(fault("partition@node=0,iteration=3,seconds=2"), paced)
+    assert not why_not(fault("partition@node=0,iteration=3,seconds=0"), made)
+
+
+@pytest.mark.parametrize(
+    ("text", "settings"),
+    [("tmpfs-full@rank=0,iteration=3", ()), ("disk-full@iteration=3", ("system.name=torch-save",))],
+)
+def test_a_large_file_system_is_never_filled(text: str, settings: tuple[str, ...], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="mount a small tmpfs"):
+        check_faults(with_faults(text, scenario=override(TINY, list(settings))), tmp_path / "new" / "out")
+    with pytest.raises(ConfigError, match="mount a small tmpfs"):
+        ballast.fill(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+# --- when
+
+
+def test_a_failure_strikes_once_however_often_the_rank_starts(tmp_path: Path) -> None:
+    job = make_job(tmp_path, "clock-jump@rank=1,iteration=3,op=after_update")
+    before = time.time
+    try:
+        for attempt in range(2):
+            injector = FaultInjector(job, 1, attempt)
+            injector.on_iteration_begin(3)
+            injector.after_update(3)
+            assert before() + 3500 < time.time() < before() + 3700
+    finally:
+        time.time = before
+    (event,) = read_samples(job.run_dir / EVENTS, EventSample)
+    assert (event.event, event.rank, event.iteration, event.detail) == ("fault", 1, 3, str(job.scenario.faults[0]))
+
+
+def test_nothing_stands_in_the_way_of_a_rank_without_failures(tmp_path: Path) -> None:
+    job = make_job(tmp_path, "torn-commit@rank=1,iteration=3", "corrupt@rank=1,iteration=3,where=wire")
+    routes: dict[int, object] = {}
+    assert FaultInjector(job, 0, 0).store_tap is None
+    assert FaultInjector(job, 0, 0).routes(routes) is routes  # type: ignore[arg-type]
+    assert FaultInjector(job, 1, 0).store_tap is not None
+    assert FaultInjector(job, 1, 0).routes(routes).keys() == {0}  # type: ignore[arg-type]
+
+
+@contextmanager
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that waits, and is gone at the end."""
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_nodes_that_are_lost_at_the_same_moment_are_lost_by_whoever_comes_first(tmp_path: Path) -> None:
+    job = make_job(tmp_path, "node-loss@node=0,iteration=3", "node-loss@node=1,iteration=3")
+    with sleeper() as agent:
+        (job.run_dir / "workers").mkdir()
+        name = ProcessName.of(agent.pid)
+        (job.run_dir / "workers" / "0").write_text(f"{name.pid} {name.created_s} " * 2)
+
+        def come_to_the_moment() -> None:
+            injector = FaultInjector(job, 1, 0)
+            injector.on_iteration_begin(3)
+            injector.before_update(3)
+
+        assert in_child(come_to_the_moment) == -signal.SIGKILL
+        assert agent.wait(DEADLINE_S) == -signal.SIGKILL
+    assert not job.node_dir(0).exists()
+    assert not job.node_dir(1).exists()
+    assert len(list(read_samples(job.run_dir / EVENTS, EventSample))) == 2
+
+
+# --- copies and files
+
+
+@pytest.mark.parametrize("kind", ["corrupt", "truncate"])
+@pytest.mark.parametrize(("where", "node"), [("slot", 1), ("replica", 0)])
+def test_only_the_newest_copy_of_that_rank_in_that_place_is_damaged(
+    kind: str, where: str, node: int, tmp_path: Path
+) -> None:
+    job = make_job(tmp_path)
+    damage_copies(fault(f"{kind}@rank=1,iteration=5,where={where}"), job, 1)
+    assert damaged(job) == [(node, 1, 4 if kind == "corrupt" else 0)]
+
+
+def test_the_same_bit_is_flipped_whenever_the_run_is_repeated(tmp_path: Path) -> None:
+    contents = []
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        job = make_job(tmp_path / name)
+        before = [path.read_bytes() for path in sorted(job.node_dir(1).glob("*slot*"))]
+        damage_copies(fault("corrupt@rank=1,iteration=5"), job, 1)
+        contents.append([path.read_bytes() for path in sorted(job.node_dir(1).glob("*slot*"))])
+        flipped = [a ^ b for old, new in zip(before, contents[-1], strict=True) for a, b in zip(old, new, strict=True)]
+        assert sum(bits.bit_count() for bits in flipped) == 1
+    assert contents[0] == contents[1]
+
+
+@pytest.mark.parametrize("kind", ["corrupt", "truncate"])
+def test_of_the_newest_complete_checkpoint_on_disk_the_largest_file_is_damaged(kind: str, tmp_path: Path) -> None:
+    for iteration, names in ((3, ("commit.json",)), (4, ("commit.json",)), (5, ())):
+        folder = tmp_path / f"iteration-{iteration:08}"
+        folder.mkdir()
+        for name, size in [("small", 10), ("large", 1001), *((name, 1) for name in names)]:
+            (folder / name).write_bytes(bytes(size))
+    damage_files(fault(f"{kind}@rank=0,iteration=6,where=disk"), tmp_path)
+    changed = [path for path in sorted(tmp_path.rglob("large")) if path.read_bytes() != bytes(1001)]
+    assert [path.parent.name for path in changed] == ["iteration-00000004"]
+    assert changed[0].stat().st_size == (1001 if kind == "corrupt" else 500)
+    assert not any((tmp_path / "iteration-00000004" / "small").read_bytes())
+
+
+def test_one_piece_on_the_wire_is_damaged_and_the_sender_keeps_its_own(tmp_path: Path) -> None:
+    wire, payload = Wire(), memoryview(bytes(1000))
+    route = wire.routes({}, [1])[1]
+    assert list(route.pieces(payload)) == [payload]
+    wire.damage_next(fault("corrupt@rank=0,iteration=6,where=wire"))
+    (sent,) = route.pieces(payload)
+    assert sum(byte.bit_count() for byte in sent) == 1
+    assert payload == bytes(1000)
+    assert list(route.pieces(payload)) == [payload]
+
+
+def test_a_copy_that_was_cut_short_is_given_up_and_its_place_used_again(tmp_path: Path) -> None:
+    job = make_job(tmp_path)
+    damage_copies(fault("truncate@rank=1,iteration=5"), job, 1)
+    store = NodeStore.open(job.node_dir(1))
+    store.host(1, LAYOUT)
+    assert store.iterations(1) == [3]
+    save(store, 1, 5)
+    assert store.iterations(1) == [5, 3] or store.iterations(1) == [3, 5]
+    store.close()
+
+
+def test_a_layout_that_is_stored_already_needs_no_room(tmp_path: Path) -> None:
+    with tmpfs("1M") as root:
+        store = NodeStore.create(root / "node", "run", 0, Topology(1, 1))
+        store.write_manifest(0, "{}")
+        ballast.fill(root)
+        store.write_manifest(0, "{}")
+        ballast.empty(root)
+        assert os.statvfs(root).f_bavail
+
+
+# --- torn commits
+
+
+def test_a_store_tells_of_every_change_before_it_is_made(tmp_path: Path) -> None:
+    calls: list[str] = []
+    NodeStore.create(tmp_path / "node", "run", 0, Topology(1, 1))
+    store = NodeStore.open(tmp_path / "node", calls.append)
+    store.write_manifest(0, "{}")
+    store.host(0, LAYOUT)
+    save(store, 0, 1)
+    store.forget_after(0)
+    store.close()
+    assert calls == ["manifest", "create", "create", "begin", *["block"] * 3, "commit", "abort"]
+
+
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_a_process_is_killed_right_before_the_change_of_its_files_that_was_asked_for(call: int, tmp_path: Path) -> None:
+    (tmp_path / "tier").mkdir()
+    (tmp_path / "tier" / "there").touch()
+
+    def write() -> None:
+        countdown = Countdown()
+        countdown.start(call, [tmp_path / "tier"])
+        (tmp_path / "elsewhere").touch()
+        (tmp_path / "tier" / "there").read_text()
+        (tmp_path / "tier" / "a").write_text("1")
+        (tmp_path / "tier" / "a").rename(tmp_path / "tier" / "b")
+        folder = os.open(tmp_path / "tier", os.O_RDONLY)
+        os.remove("b", dir_fd=folder)
+
+    assert in_child(write) == -signal.SIGKILL
+    left = {path.name for path in (tmp_path / "tier").iterdir()}
+    assert left == {"there"} | [set(), {"a"}, {"b"}][call - 1]
+    assert (tmp_path / "elsewhere").exists()
+
+
+def test_a_process_is_killed_right_before_the_change_of_its_store_that_was_asked_for(tmp_path: Path) -> None:
+    NodeStore.create(tmp_path / "node", "run", 0, Topology(1, 1))
+
+    def write() -> None:
+        countdown = Countdown()
+        store = NodeStore.open(tmp_path / "node", countdown.tap)
+        store.host(0, LAYOUT)
+        save(store, 0, 1)
+        countdown.start(5, [])
+        save(store, 0, 2)
+
+    assert in_child(write) == -signal.SIGKILL
+    states = {copy.iteration: copy.state for copy in NodeStore.open(tmp_path / "node").inventory()}
+    assert states == {1: "complete", 2: "writing"}

@@ -1,0 +1,159 @@
+"""Fast restarts: ranks are forked from a warm process, survivors stay in theirs, what hangs is found and replaced."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from capricorn.emulation.fabric import Entry
+from capricorn.errors import CapricornError
+from capricorn.launch.fork_client import Standby
+from capricorn.records.samples import EventSample
+from tests.support.runs import LiveRun, Run, assert_ok, assert_same_losses, faults, polls, run
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """An undisturbed run."""
+    return run(tmp_path_factory.mktemp("reference"))
+
+
+def pids(events: list[EventSample], attempt: int) -> dict[int, int]:
+    """By rank: its process in that attempt."""
+    started = [event for event in events if event.event == "started" and event.attempt == attempt]
+    return {event.rank: int(event.detail.removeprefix("pid ")) for event in started}
+
+
+def failures(ended: Run) -> list[str]:
+    return [event.detail for event in ended.events if event.event == "failed"]
+
+
+def test_survivors_stay_in_their_processes_and_only_the_dead_are_forked_anew(tmp_path: Path, reference: Run) -> None:
+    ended = run(tmp_path, *faults("kill@rank=1,iteration=8"))
+    assert_ok(ended)
+    assert_same_losses(ended, reference)
+    before, after = pids(ended.events, 0), pids(ended.events, 1)
+    assert before[0] == after[0]
+    assert before[1] != after[1]
+
+
+def test_before_the_first_checkpoint_all_start_from_the_seed_again(tmp_path: Path, reference: Run) -> None:
+    ended = run(tmp_path, *faults("kill@rank=1,iteration=1,op=iteration_begin"))
+    assert_ok(ended)
+    assert_same_losses(ended, reference)
+    assert not set(pids(ended.events, 0).values()) & set(pids(ended.events, 1).values())
+
+
+def stop_rank(live: LiveRun) -> int:
+    return pids(live.events(), 0)[1]
+
+
+def stop_node(live: LiveRun) -> int:
+    return psutil.Process(stop_rank(live)).ppid()
+
+
+@pytest.mark.parametrize(
+    ("victim", "told"), [(stop_rank, "frozen for 2.5 s"), (stop_node, "node 1 is frozen")], ids=["rank", "node"]
+)
+def test_what_is_stopped_counts_as_hung_and_is_replaced(
+    victim: Callable[[LiveRun], int], told: str, tmp_path: Path
+) -> None:
+    with LiveRun(tmp_path, "--iterations", "60") as live:
+        live.wait_iteration(5)
+        os.kill(victim(live), signal.SIGSTOP)
+        ended = live.finish()
+    assert_ok(ended)
+    assert any(told in failure for failure in failures(ended)), failures(ended)
+    assert ended.lost[0] <= 1
+
+
+def test_torchrun_starts_the_ranks_and_starts_them_again_on_request(tmp_path: Path, reference: Run) -> None:
+    ended = run(tmp_path, "--set", "launch.restart=torchrun", *faults("kill@rank=1,iteration=8"))
+    assert_ok(ended)
+    assert_same_losses(ended, reference)
+    assert ended.resumed == [7]
+
+
+def test_all_phases_of_a_recovery_are_in_the_record(tmp_path: Path) -> None:
+    ended = run(tmp_path, *faults("node-loss@node=1,iteration=8"))
+    (recovery,) = ended.recoveries
+    phases = (recovery.detect_s, recovery.restart_s, recovery.agree_s, recovery.fetch_s, recovery.load_s)
+    assert all(phase > 0 for phase in phases), phases
+    assert recovery.first_iteration_s is not None
+    assert recovery.first_iteration_s > 0
+
+
+def test_the_end_of_the_warm_process_ends_the_run_in_one_line(tmp_path: Path) -> None:
+    with LiveRun(tmp_path, "--iterations", "400") as live:
+        live.wait_iteration(5)
+        (standby,) = (p for p in psutil.Process(live.process.pid).children() if "standby" in " ".join(p.cmdline()))
+        standby.kill()
+        ended = live.finish()
+    assert ended.exit_code == 1
+    assert ended.stderr.strip().splitlines()[-1].startswith("error: the process that forks the workers has ended")
+    assert "Traceback" not in ended.stderr
+
+
+def test_one_warm_process_serves_many_and_ends_all_of_them_with_it(tmp_path: Path) -> None:
+    with Standby() as standby, socket.create_server(("127.0.0.1", 0)) as listener:
+        fds, log = [listener.fileno()], tmp_path / "log"
+        started = [standby.fork("store", fds=fds, entry=Entry(), log=log) for _ in range(3)]
+        assert all(psutil.pid_exists(pid) for pid in started)
+    assert any(not any(map(psutil.pid_exists, started)) for _ in polls(10.0))
+
+
+def test_a_warm_process_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    (tmp_path / "python").write_text("#!/bin/sh\necho 'no torch here' >&2\nexit 3\n")
+    (tmp_path / "python").chmod(0o755)
+    with Standby() as standby, pytest.raises(CapricornError, match="no torch here"):
+        standby.fork("store", entry=Entry(), log=tmp_path / "log")
+
+
+@pytest.mark.slow
+def test_twenty_kills_of_four_ranks_in_a_row_lose_nothing_that_was_complete(tmp_path: Path) -> None:
+    shape = ("--nodes", "2", "--ranks-per-node", "2", "--iterations", "25")
+    undisturbed = run(tmp_path / "reference", *shape)
+    ended = run(tmp_path / "killed", *shape, *faults(*(f"kill@rank={i % 4},iteration={i}" for i in range(2, 22))))
+    assert_ok(ended)
+    assert_same_losses(ended, undisturbed)
+    assert len(ended.recoveries) == 20
+    changes = [len(pids(ended.events, i).items() - pids(ended.events, i - 1).items()) for i in range(3, 21)]
+    assert changes == [1] * 18, "survivors did not stay"
+    assert max(ended.lost) <= 1
+
+
+def test_a_successor_that_dies_before_it_trains_leaves_survivors_where_they_are(tmp_path: Path) -> None:
+    with LiveRun(tmp_path, "--iterations", "200") as live:
+        live.wait_iteration(5)
+        before = pids(live.events(), 0)
+        os.kill(before[1], signal.SIGKILL)
+        second = live.wait(lambda: pids(live.events(), 1).get(1), "the successor")
+        os.kill(second, signal.SIGKILL)
+        ended = live.finish()
+    assert_ok(ended)
+    assert not [failure for failure in failures(ended) if "AttributeError" in failure]
+    assert pids(ended.events, max(event.attempt for event in ended.events))[0] == before[0]
+
+
+def test_a_launcher_may_be_the_first_process_of_a_container(tmp_path: Path) -> None:
+    if refusal := why_no_pid_namespace():
+        pytest.skip(refusal)
+    ended = run(tmp_path, prefix=("unshare", "--pid", "--fork", "--kill-child", "--mount-proc"))
+    assert_ok(ended)
+
+
+def why_no_pid_namespace() -> str:
+    command = ["unshare", "--pid", "--fork", "--mount-proc", "true"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stderr.strip() if done.returncode else ""

@@ -1,0 +1,122 @@
+"""Runs by the real command line whose checkpoints go to disk too: what is there can be gone on from, whatever dies."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import shutil
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import psutil
+import pytest
+
+from capricorn.runtime.persist.layout import Manifest, Stored, folder_of
+from capricorn.runtime.persist.survey import complete_in, look_at_tier
+from tests.support.runs import LiveRun, assert_ok, assert_same_losses, command, faults, polls, run
+
+LONG = ("--iterations", "400")
+NUM_KILLS = 30
+
+
+@pytest.mark.slow
+def test_a_run_that_loses_all_memory_goes_on_from_the_disk_with_the_same_losses(tmp_path: Path) -> None:
+    reference = run(tmp_path / "reference", *LONG)
+    lost = faults("node-loss@node=0,iteration=390", "node-loss@node=1,iteration=390")
+    ended = run(tmp_path / "lost", *LONG, "--persist-every", "50", *lost)
+    assert_ok(ended)
+    assert ended.sources == [["persistent", "persistent"]]
+    assert ended.resumed[0] in range(50, 400, 50)
+    assert_same_losses(ended, reference)
+    assert ended.folder is not None
+    assert command("inspect", ended.folder).exit_code == 0
+
+
+@pytest.mark.slow
+def test_a_later_run_goes_on_from_the_checkpoints_of_an_earlier_one(tmp_path: Path) -> None:
+    tier = ("--persist-dir", tmp_path / "tier")
+    reference = run(tmp_path / "reference", "--iterations", "220")
+    assert_ok(run(tmp_path / "first", "--iterations", "200", "--persist-every", "100", *tier))
+    ended = run(tmp_path / "second", "--iterations", "220", *tier)
+    assert_ok(ended)
+    assert [event.iteration for event in ended.events if event.event == "resumed"] in ([200, 200], [100, 100])
+    done = {(sample.rank, sample.iteration): sample.loss for sample in reference.samples}
+    assert all(sample.loss == done[sample.rank, sample.iteration] for sample in ended.samples)
+    again = run(tmp_path / "third", "--iterations", "100", *tier)
+    assert (again.exit_code, len(again.stderr.splitlines())) == (2, 1)
+    assert "training ends with 100" in again.stderr
+
+
+def test_a_run_that_was_killed_is_shown_as_far_as_it_came(tmp_path: Path) -> None:
+    with LiveRun(tmp_path, "--iterations", "5000", "--persist-every", "5") as live:
+        live.wait_iteration(10)
+        folder, store = live.folder, live.store()
+        assert folder is not None
+        done = command("inspect", folder, "--json")
+        assert done.exit_code == 0, done.stderr
+        assert done.json["run"]["verdict"].startswith("no run.json: it is live or was killed")
+        assert done.json["run"]["summary"]["iterations"] >= 10
+        live.process.kill()
+    done = command("inspect", folder)
+    assert "was killed" in done.stdout
+    shutil.rmtree(store)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_what_is_complete_on_disk_is_exact_whenever_and_whatever_is_killed(tmp_path: Path) -> None:
+    """Writers and ranks are killed at random moments; every checkpoint that is whole is that of a quiet run."""
+    seen: dict[int, dict[str, str]] = {}
+    options = ("--iterations", "100000", "--persist-every", "20", "--set", f"launch.max_restarts={4 * NUM_KILLS}")
+    dice, num_checked = random.Random(1), 0
+    with LiveRun(tmp_path / "storm", *options, "--persist-dir", tmp_path / "tier") as live:
+        live.wait(lambda: complete_in(look_at_tier(tmp_path / "tier")), "a checkpoint on disk")
+        for _ in range(NUM_KILLS):
+            with contextlib.suppress(StopIteration):
+                next(None for _ in polls(10.0) if list((tmp_path / "tier").glob(".tmp-*")))
+            time.sleep(dice.choice((0.0, 0.3, 3.0)) * dice.random())
+            assert live.process.poll() is None, live.stderr()
+            kill(writers(live)[:1] if dice.random() < 0.5 else ranks(live))
+            found = look_at_tier(tmp_path / "tier")
+            assert not [each.damage for each in found if each.damage]
+            for iteration in complete_in(found):
+                with contextlib.suppress(OSError):
+                    manifest = Manifest.read(folder_of(tmp_path / "tier", iteration))
+                    num_checked += 1
+                    sums = sums_of(manifest.tensors)
+                    assert seen.setdefault(iteration, sums) == sums
+        last, store = max(seen), live.store()
+    shutil.rmtree(store)
+    quiet = ("--iterations", str(last + 1), "--persist-every", "20", "--set", "persist.keep=100000")
+    assert_ok(run(tmp_path / "quiet", *quiet, "--persist-dir", tmp_path / "reference", deadline_s=400.0))
+    common = [i for i in complete_in(look_at_tier(tmp_path / "reference")) if i in seen]
+    print(f"{num_checked} looks at {len(seen)} checkpoints, {len(common)} compared with those of a quiet run")
+    assert common
+    for iteration in common:
+        assert sums_of(Manifest.read(folder_of(tmp_path / "reference", iteration)).tensors) == seen[iteration]
+
+
+def sums_of(tensors: Mapping[str, Stored]) -> dict[str, str]:
+    return {key: stored.xxh3 for key, stored in tensors.items()}
+
+
+def writers(live: LiveRun) -> list[psutil.Process]:
+    return [process for process in live.processes() if is_writer(process)]
+
+
+def is_writer(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return any("persist_process" in word for word in process.cmdline())
+    return False
+
+
+def ranks(live: LiveRun) -> list[psutil.Process]:
+    pids = {event.detail for event in live.events() if event.event == "started"}
+    return [process for process in live.processes() if f"pid {process.pid}" in pids]
+
+
+def kill(processes: Iterable[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()

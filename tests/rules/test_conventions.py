@@ -1,0 +1,144 @@
+"""The conventions that no linter knows, checked on the source: no pickle, no swallowed error, no hidden option."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.sources import imports, show, sources
+
+TORCHRUN = {
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR",
+    "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID",
+}  # fmt: skip
+ENVIRONMENT = {
+    "XDG_CACHE_HOME": "where a user keeps caches; tokens are the only thing cached",
+    "CUDA_VISIBLE_DEVICES": "the devices torch will see, counted without the cost of importing torch",
+}
+
+PICKLE_MODULES = (
+    "pickle", "_pickle", "pickletools", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib", "copyreg",
+    "multiprocessing", "concurrent.futures.ProcessPoolExecutor", "concurrent.futures.process", "xmlrpc",
+    "torch.multiprocessing", "torch.package", "torch.hub", "torch.distributed.rpc", "logging.config.listen",
+)  # fmt: skip
+"""What pickles, or passes on what it is given pickled: also pipes, queues and processes of multiprocessing."""
+PICKLE_CALLS = {"torch.load", "torch.save", "read_pickle", "to_pickle", "ProcessPoolExecutor", "SocketHandler"}
+PICKLE_ENDS = ("_object", "_object_list")
+"""Of the collectives that take any object."""
+PICKLE_SWITCHES = {"allow_pickle": "False", "weights_only": "True"}
+MAX_LOAD_ARGUMENTS = 2
+"""Of numpy.load; the third is whether to unpickle."""
+PICKLING = {
+    ("baselines/torch_save.py", "torch.save"): "it is the system that it stands for",
+    ("baselines/torch_save.py", "torch.load"): "as above, and of weights only",
+    ("baselines/sharing.py", "multiprocessing.process"): "the key by which shared memory is handed over is read",
+    ("baselines/sharing.py", "multiprocessing.resource_sharer"): "the thread that hands it over is ended",
+    ("baselines/dcp_process.py", "multiprocessing.parent_process"): "ends with its trainer",
+    ("baselines/dcp_process.py", "multiprocessing.resource_sharer"): "the thread that hands memory over is ended",
+}
+"""File and name of what may stay, and why; what other people's libraries pickle is not seen here."""
+
+
+def test_nothing_is_pickled() -> None:
+    found = {(str(path), name): line for path, tree in sources().items() for line, name in pickling(path, tree)}
+    wrong = [show(Path(path), line, name) for (path, name), line in found.items() if (path, name) not in PICKLING]
+    assert not wrong, "\n".join(wrong)
+    assert PICKLING.keys() <= found.keys(), "an exception that nobody needs any more"
+
+
+def pickling(path: Path, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and name of what pickles or unpickles, or may."""
+    for line, name in imports(path, tree):
+        if any(f"{name}.".startswith(f"{module}.") for module in PICKLE_MODULES):
+            yield line, name
+    for node in ast.walk(tree):
+        name = ast.unparse(node) if isinstance(node, ast.Attribute | ast.Name) else ""
+        last = name.rpartition(".")[2]
+        if {name, last} & PICKLE_CALLS or last.endswith(PICKLE_ENDS):
+            yield node.lineno, name
+        if isinstance(node, ast.keyword) and ast.unparse(node.value) != PICKLE_SWITCHES.get(
+            node.arg or "", ast.unparse(node.value)
+        ):
+            yield node.value.lineno, node.arg or ""
+        is_load = isinstance(node, ast.Call) and ast.unparse(node.func) in ("np.load", "numpy.load")
+        if is_load and len(node.args) > MAX_LOAD_ARGUMENTS:
+            yield node.lineno, "numpy.load"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pickle",
+        "def f():\n    from pickle import loads",
+        "import os, multiprocessing.connection",
+        "from multiprocessing import Pipe",
+        "from concurrent.futures import ProcessPoolExecutor",
+        "import torch.multiprocessing as mp",
+        "import torch\ntorch.load(path)",
+        "import torch\nload = torch.load",
+        "import torch\ntorch.load(path, weights_only=False)",
+        "dist.all_gather_object(a, b)",
+        "dist.scatter_object_list(a, b)",
+        "np.load(path, allow_pickle=True)",
+        "np.load(path, allow_pickle=asked)",
+        "np.load(path, None, True)",
+        "frame.to_pickle(path)",
+    ],
+)
+def test_what_pickles_is_found(code: str) -> None:
+    assert list(pickling(Path("capricorn/system.py"), ast.parse(code)))
+
+
+def test_every_module_says_what_it_is() -> None:
+    assert not [str(path) for path, tree in sources().items() if not ast.get_docstring(tree)]
+
+
+def test_only_known_environment_variables_are_read() -> None:
+    known = {*TORCHRUN, *ENVIRONMENT}
+    wrong = [
+        show(path, line, name)
+        for path, tree in sources().items()
+        for line, name in environment_reads(tree)
+        if name not in known
+    ]
+    assert not wrong, "make it an option, or give a reason in ENVIRONMENT:\n" + "\n".join(wrong)
+
+
+def environment_reads(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and variable of each read; passing the whole environment on to a process is none."""
+    for node in ast.walk(tree):
+        key: ast.expr | None = None
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load) and is_environ(node.value):
+            key = node.slice
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name) and node.args:
+            of_environ = isinstance(node.func, ast.Attribute) and is_environ(node.func.value)
+            name = ast.unparse(node.func).rpartition(".")[2]
+            if name == "getenv" or (of_environ and name in ("get", "pop", "setdefault")):
+                key = node.args[0]
+        elif isinstance(node, ast.Compare) and any(map(is_environ, node.comparators)):
+            key = node.left
+        if key is not None:
+            yield node.lineno, str(key.value) if isinstance(key, ast.Constant) else ast.unparse(key)
+
+
+def is_environ(node: ast.expr) -> bool:
+    return ast.unparse(node) in ("os.environ", "environ")
+
+
+def test_no_error_is_swallowed_unnamed() -> None:
+    wrong = []
+    for path, tree in sources().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ExceptHandler) and (node.type is None or is_empty(node.body)):
+                wrong.append(show(path, node.lineno, "except without a type, or with an empty body"))
+            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "suppress":
+                broad = {"Exception", "BaseException"} & {ast.unparse(argument) for argument in node.args}
+                wrong += [show(path, node.lineno, f"suppress({name})") for name in broad]
+    assert not wrong, "write contextlib.suppress with the narrow error:\n" + "\n".join(wrong)
+
+
+def is_empty(body: list[ast.stmt]) -> bool:
+    return all(isinstance(statement, ast.Pass) or ast.unparse(statement) == "..." for statement in body)

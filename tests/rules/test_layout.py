@@ -1,0 +1,170 @@
+"""The layout: rooms in layers, no circle of files, one meaning for each name; and what each part may import."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from tests.support.sources import FOLDERS, ROOT, external, imports, module_name, room_of, show, sources
+
+LAYERS = (
+    {"units", "errors"},
+    {"hooks", "topology", "process"},
+    {"config"},
+    {"records"},
+    {"sizing", "planner", "systems", "emulation"},
+    {"runtime"},
+    {"loads", "trainer", "faults", "stats"},
+    {"launch"},
+    {"compare"},
+    {"campaign", "simulate"},
+    {"report", "baselines"},
+    {"cli"},
+)
+LAYER_OF = {room: number for number, layer in enumerate(LAYERS) for room in layer}
+VOCABULARY = LAYERS[0] | LAYERS[1]
+TORCH_FREE = {*VOCABULARY, "config", "records", "sizing", "planner", "systems", "simulate", "stats", "cli", "capricorn"}
+PANDAS_USERS = {"compare", "report"}
+ENTRY = "capricorn.__main__"
+"""`python -m capricorn`, which is the command: the one module at the root that looks up."""
+
+MAX_MODULES = 20
+MANY_LINES = 400
+"""A file this long is looked at: is it one concept? If so, it gets a line below."""
+LONG_FILES: dict[str, str] = {}
+
+NOT_A_NAME = {"__init__", "__main__", "conftest"}
+
+
+def files() -> dict[str, Path]:
+    return {module_name(path): path for path in sources()}
+
+
+def arrows(*, functions: bool = True) -> Iterator[tuple[Path, int, str, str]]:
+    """Path, line, importing and imported module of each import of our own."""
+    known = files()
+    for path, tree in sources().items():
+        for line, name in imports(path, tree, functions=functions):
+            target = name if name in known else name.rpartition(".")[0]
+            if target in known and target not in ("capricorn", module_name(path)):
+                yield path, line, module_name(path), target
+
+
+def test_every_room_has_a_layer() -> None:
+    rooms = {room_of(name) for name in files()} - {"capricorn", "__main__"}
+    assert rooms == LAYER_OF.keys(), "give a new room its layer in LAYERS"
+
+
+def test_nothing_stands_at_the_root_but_vocabulary() -> None:
+    modules = {path.stem for path in (ROOT / "capricorn").glob("*.py")} - NOT_A_NAME
+    assert modules == VOCABULARY, "give it a room"
+
+
+def test_imports_go_downwards_only() -> None:
+    wrong = [
+        show(path, line, f"{importer} imports {target}")
+        for path, line, importer, target in arrows()
+        if importer != ENTRY and LAYER_OF[room_of(target)] > LAYER_OF[room_of(importer)]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_rooms_do_not_import_each_other_in_a_circle() -> None:
+    graph: dict[str, set[str]] = {}
+    for _, _, importer, target in arrows():
+        if room_of(importer) != room_of(target):
+            graph.setdefault(room_of(importer), set()).add(room_of(target))
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
+def test_files_do_not_import_each_other_in_a_circle() -> None:
+    graph: dict[str, set[str]] = {}
+    for _, _, importer, target in arrows():
+        graph.setdefault(importer, set()).add(target)
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
+def test_no_folder_has_more_modules_than_one_can_see_at_once() -> None:
+    counts = Counter(path.parent for path in sources() if path.stem not in NOT_A_NAME)
+    assert not {str(folder): count for folder, count in counts.items() if count > MAX_MODULES}
+
+
+def test_no_file_name_means_two_things() -> None:
+    counts = Counter(path.stem for path in sources() if path.stem not in NOT_A_NAME)
+    assert not [name for name, count in counts.items() if count > 1]
+
+
+def test_no_class_name_means_two_things() -> None:
+    named = [(node.name, str(path)) for path, tree in sources().items() for node in tree.body if is_class(node)]
+    counts = Counter(name for name, _ in named)
+    assert not [(name, path) for name, path in named if counts[name] > 1]
+
+
+def is_class(node: ast.stmt) -> bool:
+    return isinstance(node, ast.ClassDef)
+
+
+def test_pandas_and_matplotlib_are_for_comparisons_and_reports() -> None:
+    wrong = [
+        show(path, line, name)
+        for path, line, name in external()
+        if (name == "pandas" and room_of(module_name(path)) not in PANDAS_USERS)
+        or (name == "matplotlib" and room_of(module_name(path)) != "report")
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_what_the_command_starts_with_imports_no_torch() -> None:
+    wrong = [
+        show(path, line, name)
+        for path, line, name in external(functions=False)
+        if name in ("torch", "fairscale", "torchsnapshot") and room_of(module_name(path)) in TORCH_FREE
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("module", ["capricorn.launch.launcher", "capricorn.stats.run_summary"])
+def test_a_run_is_started_and_ended_without_pandas(module: str) -> None:
+    script = f"import sys, {module}; print(*sorted({{'pandas', 'matplotlib'}} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+def test_mapped_folders_are_imported_by_their_full_name() -> None:
+    folders = [ROOT / name for name in (*FOLDERS, "tests", "benchmarks", "examples")]
+    wrong = []
+    for path in (path for folder in folders for path in sorted(folder.rglob("*.py"))):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            wrong += [
+                show(path.relative_to(ROOT), node.lineno, name)
+                for name in names
+                if name.split(".")[0] in ("baselines", "cli", "results")
+            ]
+    assert not wrong, "a second copy of each class; write capricorn.NAME:\n" + "\n".join(wrong)
+
+
+def test_siblings_in_a_mapped_folder_are_imported_relatively() -> None:
+    # mypy knows these folders by their place, so to it the full name is a module without types.
+    wrong = [
+        show(path, node.lineno, node.module)
+        for path, tree in sources().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module and path.parts[0] in ("baselines", "cli")
+        if node.module.startswith(FOLDERS[path.parts[0]])
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_long_file_is_one_concept() -> None:
+    lines = {path: len((ROOT / path).read_text(encoding="utf-8").splitlines()) for path in sources()}
+    long = {str(path) for path, count in lines.items() if count > MANY_LINES}
+    assert long == LONG_FILES.keys(), "say in LONG_FILES why it is one concept, or split it by concepts"

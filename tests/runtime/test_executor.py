@@ -1,0 +1,296 @@
+"""The threads that carry out plans: what they send when, what they learn of the link, and how long they may wait."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from capricorn.errors import TransportError
+from capricorn.planner.link_model import LinkModel
+from capricorn.planner.plan import Chunk, Limit, Plan, tile
+from capricorn.runtime.comm.handshake import Identity
+from capricorn.runtime.comm.replica_link import ReplicaLink, Source
+from capricorn.runtime.comm.replica_server import ReplicaHost
+from capricorn.runtime.save.executor import Executor
+from capricorn.runtime.save.flat_state import FlatState
+from capricorn.runtime.save.live_source import LiveSource
+from capricorn.runtime.save.staging import HostStager
+from capricorn.runtime.schedule.gate import Gate
+from capricorn.runtime.store.node_store import NodeStore
+from capricorn.runtime.store.slot import Layout
+from capricorn.topology import Topology
+
+ME = Identity("run", 0, b"secret")
+OWNER, HOST = 1, 0
+SIZE, BLOCK = 100_000, 65536
+DEADLINE_S = 20.0
+CLOSED = Limit(0.0, 0)
+
+
+class Rank:
+    """An owner with an executor, and the host of its replica."""
+
+    def __init__(self, folder: Path, timeout_s: float = DEADLINE_S, *, is_reactive: bool = True) -> None:
+        topology = Topology(2, 1)
+        self.weights = torch.arange(SIZE, dtype=torch.float32)
+        state = FlatState({"w": self.weights})
+        layout = Layout(state.num_bytes, BLOCK, state.digest)
+        self.num_bytes = state.num_bytes
+        self.host_store = NodeStore.create(folder / "node0", "run", 0, topology)
+        self.host_store.host(OWNER, layout)
+        self.store = NodeStore.create(folder / "node1", "run", 1, topology)
+        slots = self.store.host(OWNER, layout)
+        self.host = ReplicaHost(ME, HOST, "127.0.0.1", self.host_store, timeout_s=timeout_s, gives_way=False)
+        self.host.start({OWNER: layout})
+        self.link = ReplicaLink(
+            ME, OWNER, HOST, self.host.address, timeout_s=timeout_s, low_class=False, send_buffer_bytes=BLOCK
+        )
+        self.link.connect("{}")
+        self.gate = Gate(is_reactive=is_reactive, patience_s=timeout_s / 2)
+        stager = HostStager(state, slots)
+        self.executor = Executor(
+            self.store, OWNER, 0, stager, [self.link], gate=self.gate, timeout_s=timeout_s, gives_way=False
+        )
+
+    def plan(self, cuts: Sequence[int], limits: tuple[Limit, ...] = ()) -> Plan:
+        """A chunk up to each of these places, in a span of its own, and the rest as overflow."""
+        edges = [0, *cuts, self.num_bytes]
+        return Plan(tuple(Chunk(a, b - a, span) for span, (a, b) in enumerate(pairwise(edges))), limits)
+
+    def replica_is(self, iteration: int) -> bool:
+        slot = self.host_store.read(OWNER, iteration)
+        return (
+            slot is not None and slot.damaged_block() is None and bytes(slot.payload) == self.weights.numpy().tobytes()
+        )
+
+    def close(self) -> None:
+        self.gate.release()
+        self.executor.close()
+        self.link.close()
+        self.host.close()
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Iterator[Rank]:
+    rank = Rank(tmp_path)
+    yield rank
+    rank.close()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("capricorn")]
+
+
+def test_a_plan_of_any_cut_is_carried_out(rank: Rank) -> None:
+    for iteration, cuts in enumerate(([], [1, 2, 3], [100_001, 100_002, 399_999], list(range(999, 400_000, 999))), 1):
+        rank.weights += iteration
+        save = rank.executor.start(iteration, iteration - 1, rank.plan(cuts))
+        assert save.wait_settled(DEADLINE_S)
+        assert save.is_complete, save.failures
+        assert rank.replica_is(iteration)
+        assert rank.executor.sent_bytes == iteration * rank.num_bytes
+
+
+def test_while_the_gate_is_closed_a_checkpoint_is_staged_and_not_sent(rank: Rank) -> None:
+    rank.gate.open(1, 0.0, CLOSED)
+    save = rank.executor.start(1, 0, rank.plan([5000]))
+    assert save.wait_staged(DEADLINE_S)
+    assert save.is_local
+    assert not save.is_settled
+    assert rank.executor.sent_bytes == 0
+    rank.gate.release()
+    assert save.wait_settled(DEADLINE_S)
+    assert save.is_complete
+    assert rank.replica_is(1)
+
+
+def test_an_update_that_waits_lets_everything_pass_and_then_no_more(rank: Rank) -> None:
+    rank.gate.open(1, 0.0, CLOSED)
+    save = rank.executor.start(1, 0, rank.plan([5000]))
+    rank.executor.settle(save, DEADLINE_S)
+    assert save.is_complete
+    sent = rank.executor.take_sent()
+    assert sum(event.num_bytes for event in sent if event.is_pressed) == rank.num_bytes
+    rank.weights += 1
+    save = rank.executor.start(2, 1, rank.plan([5000]))
+    assert save.wait_staged(DEADLINE_S)
+    assert not save.is_settled
+
+
+def test_a_plan_leaves_span_by_span_and_its_overflow_last(tmp_path: Path) -> None:
+    limits = (Limit(1.0, 5000), Limit(1.0, 300_000))
+    with closing(Rank(tmp_path, is_reactive=False)) as rank:
+        rank.gate.open(1, 0.0, CLOSED)
+        rank.gate.begin_save(is_late=False)
+        save = rank.executor.start(1, 0, rank.plan([5000, 305_000], limits))
+        assert save.wait_staged(DEADLINE_S)
+        sent = [rank.executor.sent_bytes]
+        for number, limit in enumerate(limits, 2):
+            rank.gate.open(number, 0.0, limit)
+            wait_until_sent(rank, sum(limit.num_bytes for limit in limits[: number - 1]))
+            sent.append(rank.executor.sent_bytes)
+            rank.gate.close(is_last=number == 3)
+        assert sent == [0, 5000, 305_000]
+        assert save.wait_settled(DEADLINE_S)
+        assert save.is_complete
+
+
+def wait_until_sent(rank: Rank, sent_bytes: int) -> None:
+    pause = threading.Event()
+    for _ in range(int(DEADLINE_S / 0.001)):
+        if rank.executor.sent_bytes >= sent_bytes:
+            return
+        pause.wait(0.001)
+
+
+def test_transfers_teach_the_link_and_are_taken_in_order_once(rank: Rank) -> None:
+    assert rank.executor.link_model() is None
+    for iteration in (1, 2, 3):
+        save = rank.executor.start(iteration, iteration - 1, Plan(tile(rank.num_bytes, 1, BLOCK)))
+        assert save.wait_settled(DEADLINE_S)
+    sent = rank.executor.take_sent()
+    assert sum(event.num_bytes for event in sent) == 3 * rank.num_bytes
+    assert {event.iteration for event in sent} == {1, 2, 3}
+    assert all(event.kind == "send" and event.begin_s <= event.end_s for event in sent)
+    assert [event.begin_s for event in sent] == sorted(event.begin_s for event in sent)
+    assert rank.executor.take_sent() == []
+    link = rank.executor.link_model()
+    assert link is not None
+    assert link.bytes_per_s > 0
+    assert link.latency_s >= 0
+
+
+def test_what_is_still_on_its_way_when_it_was_handed_over_takes_its_time_on_the_link(rank: Rank) -> None:
+    rank.gate.link = LinkModel(0.0, 1e-3)  # a byte takes a thousand seconds
+    save = rank.executor.start(1, 0, rank.plan([]))
+    assert save.wait_settled(DEADLINE_S)
+    (event,) = rank.executor.take_sent()
+    assert event.num_bytes == rank.num_bytes
+    assert event.end_s >= event.begin_s
+
+
+def test_a_wait_in_the_gate_ends_a_transfer(rank: Rank) -> None:
+    rank.gate.open(1, 0.0, CLOSED)
+    save = rank.executor.start(1, 0, rank.plan([5000]))
+    assert save.wait_staged(DEADLINE_S)
+    rank.gate.release()
+    assert save.wait_settled(DEADLINE_S)
+    assert sum(event.num_bytes for event in rank.executor.take_sent()) == rank.num_bytes
+
+
+def test_a_gate_that_stays_closed_does_not_break_the_link(tmp_path: Path) -> None:
+    """As in an iteration that is longer than the deadline: nobody is late, and the replica must count."""
+    with closing(Rank(tmp_path, timeout_s=0.4)) as rank:
+        rank.gate.open(1, 0.0, CLOSED)
+        save = rank.executor.start(1, 0, rank.plan([5000] * 4))
+        assert save.wait_settled(DEADLINE_S)
+        assert save.failures == []
+
+
+# --- the live state ----------------------------------------------------------------------------------------------
+
+
+class FakeLink:
+    """To a host that takes everything, opens again after it was closed, and remembers what it was sent."""
+
+    def __init__(self, host: int) -> None:
+        self.host, self.sent_bytes, self.in_flight_bytes = host, 0, 0
+        self.received = bytearray()
+        self.committed: list[int] = []
+
+    def begin(self, iteration: int, keep: int) -> None:
+        self.received.clear()
+
+    def send_range(self, iteration: int, source: Source, start: int, stop: int) -> None:
+        size = source.layout.block_bytes
+        for at in range(start, stop, size):
+            self.received += source.part(at, min(stop, at + size))
+
+    def commit(self, iteration: int) -> None:
+        self.committed.append(iteration)
+
+    def close(self) -> None:
+        """It opens again when something is sent."""
+
+
+class StalledLink(FakeLink):
+    """To a host that takes nothing until the link is closed."""
+
+    def __init__(self, host: int) -> None:
+        super().__init__(host)
+        self.closed = threading.Event()
+
+    def begin(self, iteration: int, keep: int) -> None:
+        assert self.closed.wait(DEADLINE_S)
+        raise TransportError("closed")
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+class FailingSource(LiveSource):
+    """Of a state that cannot be copied."""
+
+    def part(self, start: int, stop: int) -> memoryview:
+        raise RuntimeError("out of memory")
+
+
+def live_executor(
+    folder: Path, weights: torch.Tensor, links: Sequence[FakeLink], source: type[LiveSource] = LiveSource
+) -> Executor:
+    """An executor that sends the live weights."""
+    state = FlatState({"w": weights})
+    layout = Layout(state.num_bytes, BLOCK, state.digest)
+    store = NodeStore.create(folder / "node1", "run", 1, Topology(2, 1))
+    stager = HostStager(state, store.host(OWNER, layout))
+    live = source(state, layout, torch.device("cpu"), buffer_bytes=2 * BLOCK, num_buffers=2)
+    gate = Gate(is_reactive=False)
+    return Executor(
+        store, OWNER, 0, stager, links, gate=gate, timeout_s=DEADLINE_S, gives_way=False, live=live  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_once_an_update_waits_no_longer_nothing_of_the_live_state_is_sent_and_committed(
+    tmp_path: Path, is_closed: bool
+) -> None:
+    weights = torch.zeros(SIZE)
+    stalled, other = StalledLink(10), FakeLink(11)
+    executor = live_executor(tmp_path, weights, [stalled, other])
+    save = executor.start(7, 6, Plan(tile(4 * SIZE, 2, BLOCK)))
+    if is_closed:
+        executor.close()
+    else:
+        executor.settle(save, 0.1)
+        assert not save.is_complete
+    weights.fill_(1.0)  # the update
+    if not is_closed:
+        executor.close()
+    assert other.committed == []
+    assert not any(other.received)
+
+
+def test_replicas_sent_one_after_the_other_are_all_of_the_state_as_it_is(tmp_path: Path) -> None:
+    weights = torch.arange(SIZE, dtype=torch.float32)
+    links = [FakeLink(10), FakeLink(11)]
+    executor = live_executor(tmp_path, weights, links)
+    for iteration in (1, 2):
+        weights += iteration
+        save = executor.start(iteration, iteration - 1, Plan(tile(4 * SIZE, 2, BLOCK)))
+        assert save.wait_settled(DEADLINE_S)
+        for link in links:
+            assert bytes(link.received)[: 4 * SIZE] == weights.numpy().tobytes()
+            assert link.committed[-1] == iteration
+    executor.close()
+
+
+def test_a_live_state_that_cannot_be_read_fails_the_save_and_not_the_thread(tmp_path: Path) -> None:
+    executor = live_executor(tmp_path, torch.zeros(SIZE), [FakeLink(10)], FailingSource)
+    for iteration in (1, 2):
+        save = executor.start(iteration, 0, Plan(tile(4 * SIZE, 1, BLOCK)))
+        assert save.wait_settled(DEADLINE_S)
+        assert "out of memory" in save.failures[0]
+    executor.close()

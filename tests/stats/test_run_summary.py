@@ -1,0 +1,230 @@
+"""What the summary makes of hand-made samples; every expected figure can be checked by head."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from capricorn.config.cluster import ClusterConfig
+from capricorn.config.resolve import load_model
+from capricorn.config.scenario import Scenario, SystemConfig, TrainConfig
+from capricorn.errors import ConfigError
+from capricorn.records.samples import (
+    EVENTS,
+    ITERATIONS,
+    RECOVERIES,
+    EventSample,
+    IterationSample,
+    RecoverySample,
+    append,
+)
+from capricorn.stats.run_summary import summarize
+
+
+def scenario(iterations: int, warmup: int = 0, ranks: int = 2) -> Scenario:
+    return Scenario(
+        model=load_model("mixtral-tiny"),
+        train=TrainConfig(iterations=iterations, warmup=warmup),
+        cluster=ClusterConfig(nodes=2, ranks_per_node=ranks // 2),
+    )
+
+
+def sample(iteration: int, rank: int = 0, attempt: int = 0, **fields: Any) -> IterationSample:
+    usual = {
+        "at_s": 0.0, "duration_s": 1.0, "stall_s": 0.1, "loss": 5.0, "tokens": 100, "requested": True,
+        "latest_complete": iteration, "completed": (iteration,),
+    }  # fmt: skip
+    return IterationSample.model_validate({"iteration": iteration, "rank": rank, "attempt": attempt} | usual | fields)
+
+
+def resume(folder: Path, iteration: int, attempt: int = 1) -> None:
+    append(folder / EVENTS, EventSample(event="resumed", at_s=0, attempt=attempt, rank=0, iteration=iteration))
+
+
+def recovery(resumed_iteration: int, lost_iterations: int) -> RecoverySample:
+    phases = dict.fromkeys(("detect_s", "restart_s", "agree_s", "fetch_s", "load_s", "first_iteration_s"), 0.5)
+    return RecoverySample(
+        attempt=1, what="kill", detected_at_s=0.0, resumed_iteration=resumed_iteration,
+        lost_iterations=lost_iterations, sources=["local", "peer"], **phases,
+    )  # fmt: skip
+
+
+def write(folder: Path, *samples: IterationSample) -> Path:
+    for each in samples:
+        append(folder / ITERATIONS, each)
+    return folder
+
+
+def both_ranks(*iterations: int, attempt: int = 0, **fields: Any) -> list[IterationSample]:
+    return [sample(i, rank, attempt, **fields) for i in iterations for rank in range(2)]
+
+
+def test_an_iteration_lasts_as_long_as_on_its_slowest_rank(tmp_path: Path) -> None:
+    for i in range(1, 5):
+        fast, slow = sample(i, 0, duration_s=i, requested=False), sample(i, 1, duration_s=10 * i, stall_s=0.2)
+        write(tmp_path, fast, slow.model_copy(update={"requested": False}))
+    summary, verdict = summarize(tmp_path, scenario(4, warmup=1))
+    assert verdict == "ok"
+    assert summary["iterations"] == 4
+    assert summary["iteration_s_p50"] == 30  # of 20, 30, 40
+    assert summary["iteration_s_p95"] == pytest.approx(39)
+    assert summary["iteration_s_p99"] == pytest.approx(39.8)
+    assert summary["stall_s_p50"] == summary["stall_s_max"] == 0.2
+    assert summary["tokens_per_s"] == pytest.approx(3 * 200 / 90)
+
+
+def test_warm_up_and_the_first_checkpoints_are_left_out_and_the_very_first_is_reported_apart(tmp_path: Path) -> None:
+    write(tmp_path, *both_ranks(1, 2, duration_s=50, requested=False), *both_ranks(3, duration_s=20, stall_s=9))
+    write(tmp_path, *both_ranks(4, 5, duration_s=20, stall_s=3), *both_ranks(6, 7, duration_s=2, stall_s=1))
+    summary, _ = summarize(tmp_path, scenario(7, warmup=2))
+    assert summary["measured_iterations"] == 2
+    assert summary["iteration_s_p50"] == 2
+    assert summary["stall_s_max"] == 1
+    assert summary["first_stall_s"] == 9
+
+
+def test_a_system_of_few_checkpoints_has_settled_after_the_last_of_them(tmp_path: Path) -> None:
+    for i in range(1, 9):
+        requested = i in (3, 6)
+        write(tmp_path, *both_ranks(i, duration_s=20 if i < 7 else 2, requested=requested))
+    assert summarize(tmp_path, scenario(8, warmup=1))[0]["measured_iterations"] == 2
+
+
+def test_a_warm_up_that_is_longer_than_settling_counts(tmp_path: Path) -> None:
+    write(tmp_path, *both_ranks(*range(1, 11)))
+    assert summarize(tmp_path, scenario(10, warmup=6))[0]["measured_iterations"] == 4
+
+
+def test_a_run_of_one_iteration_still_has_a_summary(tmp_path: Path) -> None:
+    summary, verdict = summarize(write(tmp_path, *both_ranks(1)), scenario(1))
+    assert (summary["iteration_s_p50"], verdict) == (1, "ok")
+
+
+def test_the_last_attempt_of_a_redone_iteration_counts(tmp_path: Path) -> None:
+    write(tmp_path, *both_ranks(1, 2, 3, duration_s=9, loss=9), sample(4, 0, duration_s=99))
+    write(tmp_path, *both_ranks(3, 4, attempt=1, duration_s=2, loss=4, sent_bytes=10))
+    append(tmp_path / RECOVERIES, recovery(resumed_iteration=2, lost_iterations=1))
+    summary, verdict = summarize(tmp_path, scenario(4, warmup=2))
+    assert verdict == "ok"
+    assert (summary["iterations"], summary["iteration_s_p50"], summary["final_loss"]) == (4, 2, 4)
+    assert (summary["recoveries"], summary["lost_iterations"], summary["recovery_s"]) == (1, 1, 3)
+    assert summary["sent_bytes"] == 40
+
+
+def test_what_was_rolled_back_and_not_redone_is_not_done(tmp_path: Path) -> None:
+    write(tmp_path, *both_ranks(1, 2, 3, 4), *both_ranks(3, attempt=1))
+    summary, verdict = summarize(tmp_path, scenario(5))
+    assert summary["iterations"] == 3
+    assert "stopped after 3 of 5 iterations" in verdict
+
+
+def test_what_was_rolled_back_before_an_interrupt_is_not_done(tmp_path: Path) -> None:
+    write(tmp_path, *both_ranks(1, 2, 3, 4))
+    resume(tmp_path, 2)
+    assert summarize(tmp_path, scenario(5))[0]["iterations"] == 2
+
+
+def test_an_iteration_that_was_restored_is_done_though_a_rank_died_before_its_sample(tmp_path: Path) -> None:
+    write(tmp_path, *both_ranks(1), sample(2, 0, completed=()), *both_ranks(3, attempt=1))
+    resume(tmp_path, 2)
+    summary, verdict = summarize(tmp_path, scenario(3))
+    assert (summary["iterations"], summary["requested"], summary["effective"], verdict) == (3, 3, 3, "ok")
+
+
+def test_a_last_iteration_that_only_its_checkpoint_shows_is_done(tmp_path: Path) -> None:
+    write(tmp_path, *both_ranks(1, 2))
+    resume(tmp_path, 3)
+    assert summarize(tmp_path, scenario(3))[1] == "ok"
+
+
+def test_an_iteration_that_one_rank_did_not_finish_is_not_done(tmp_path: Path) -> None:
+    summary, verdict = summarize(write(tmp_path, *both_ranks(1, 2), sample(3, 0)), scenario(3))
+    assert (summary["iterations"], summary["requested"]) == (2, 2)
+    assert verdict == "stopped after 2 of 3 iterations"
+
+
+def test_fewer_effective_than_requested_is_said_in_the_verdict(tmp_path: Path) -> None:
+    for i in range(1, 21):
+        write(tmp_path, *both_ranks(i, latest_complete=max(0, i - 3), completed=[i - 3] if i > 3 else []))
+    summary, verdict = summarize(tmp_path, scenario(20))
+    assert (summary["requested"], summary["effective"]) == (20, 17)
+    assert summary["replica_lag_p50"] == summary["replica_lag_max"] == 3
+    assert verdict == "effective checkpoints 17 of 20 requested"
+
+
+def test_every_second_iteration_requested_counts_only_those(tmp_path: Path) -> None:
+    for i in range(1, 7):
+        write(tmp_path, *both_ranks(i, requested=i % 2 == 0, latest_complete=i - i % 2, completed=[i][i % 2 :]))
+    summary, verdict = summarize(tmp_path, scenario(6))
+    assert (summary["requested"], summary["effective"], verdict) == (3, 3, "ok")
+
+
+def test_a_checkpoint_skipped_in_between_is_not_effective(tmp_path: Path) -> None:
+    write(tmp_path, *both_ranks(1), *both_ranks(2, completed=()), *both_ranks(3))
+    assert summarize(tmp_path, scenario(3))[1] == "effective checkpoints 2 of 3 requested"
+
+
+def test_a_checkpoint_completed_after_the_last_iteration_is_effective(tmp_path: Path) -> None:
+    write(tmp_path, *both_ranks(1), *both_ranks(2, latest_complete=1, completed=()))
+    append(tmp_path / EVENTS, EventSample(event="finished", at_s=0, attempt=0, rank=1, iteration=2, completed=(2,)))
+    assert summarize(tmp_path, scenario(2))[1] == "ok"
+
+
+def test_a_redone_iteration_must_become_complete_again(tmp_path: Path) -> None:
+    write(tmp_path, *both_ranks(1, 2, 3), *both_ranks(2, attempt=1, completed=()), *both_ranks(3, attempt=1))
+    resume(tmp_path, 1)
+    assert summarize(tmp_path, scenario(3))[1] == "effective checkpoints 2 of 3 requested"
+
+
+def test_a_checkpoint_that_was_restored_was_complete(tmp_path: Path) -> None:
+    write(tmp_path, *both_ranks(1), *both_ranks(2, completed=()), *both_ranks(3, attempt=1))
+    resume(tmp_path, 2)
+    assert summarize(tmp_path, scenario(3))[1] == "ok"
+
+
+def test_system_none_requests_nothing(tmp_path: Path) -> None:
+    none = scenario(2).model_copy(update={"system": SystemConfig(name="none")})
+    summary, verdict = summarize(write(tmp_path, *both_ranks(1, 2, latest_complete=0, completed=())), none)
+    assert (summary["requested"], summary["first_stall_s"], verdict) == (0, None, "ok")
+
+
+def test_no_complete_checkpoint_is_never_ok(tmp_path: Path) -> None:
+    summary, verdict = summarize(write(tmp_path, *both_ranks(1, 2, latest_complete=0, completed=())), scenario(2))
+    assert summary["effective"] == 0
+    assert verdict == "no checkpoint became complete"
+
+
+def test_a_run_without_checkpoints_is_ok_and_has_no_lag(tmp_path: Path) -> None:
+    samples = both_ranks(1, 2, requested=False, latest_complete=0, completed=(), stall_s=0)
+    summary, verdict = summarize(write(tmp_path, *samples), scenario(2))
+    assert (summary["requested"], summary["effective"], summary["replica_lag_p50"], verdict) == (0, 0, None, "ok")
+
+
+def test_memory_is_the_sum_of_each_ranks_peak(tmp_path: Path) -> None:
+    write(tmp_path, sample(1, 0, rss_bytes=5), sample(1, 1, rss_bytes=1), sample(2, 0, rss_bytes=2))
+    write(tmp_path, sample(2, 1, rss_bytes=3))
+    (tmp_path / "store.json").write_text('{"store_bytes": 77}')
+    summary, _ = summarize(tmp_path, scenario(2))
+    assert (summary["peak_rss_bytes"], summary["peak_rss_rank_bytes"], summary["store_bytes"]) == (8, 5, 77)
+
+
+def test_a_last_line_cut_by_a_kill_is_left_out(tmp_path: Path) -> None:
+    write(tmp_path, *both_ranks(1, 2))
+    with (tmp_path / ITERATIONS).open("a") as file:
+        file.write(sample(3).model_dump_json()[:40])
+    assert summarize(tmp_path, scenario(3))[0]["iterations"] == 2
+
+
+def test_a_damaged_line_in_between_is_named(tmp_path: Path) -> None:
+    (tmp_path / ITERATIONS).write_text("{}\n")
+    with pytest.raises(ConfigError, match=r"iterations\.jsonl, line 1 is damaged"):
+        summarize(tmp_path, scenario(3))
+
+
+def test_a_run_that_did_nothing_has_a_summary_that_is_json(tmp_path: Path) -> None:
+    summary, verdict = summarize(tmp_path, scenario(3))
+    assert verdict == "stopped after 0 of 3 iterations"
+    assert "NaN" not in json.dumps(summary)
