@@ -12,9 +12,9 @@ import pytest
 import torch.distributed as dist
 from capricorn.cli.main import main
 
-from capricorn import registry
 from capricorn.emulation.storage import Storage
 from capricorn.errors import NoCompleteCheckpointError
+from capricorn.systems import registry
 from capricorn.systems.registry import SYSTEMS
 from tests import runs
 from tests.support.peers import Toy, job_of, left_over

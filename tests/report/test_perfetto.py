@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from capricorn.records.samples import ITERATIONS, OPS, OpSample, append, read_run
-from capricorn.report.export.export_tables import perfetto as trace
+from capricorn.report.export import perfetto as trace
 from capricorn.report.export.perfetto import TracedRun, write_trace
 from capricorn.stats.lanes import lane_of, timelines
 from tests.cli.test_cli import cli
