@@ -16,7 +16,7 @@ from capricorn.emulation.storage import Storage
 from capricorn.errors import NoCompleteCheckpointError
 from capricorn.systems import registry
 from capricorn.systems.registry import SYSTEMS
-from tests import runs
+from tests.support import runs
 from tests.support.peers import Toy, job_of, left_over
 from tests.support.spawn import run_ranks
 
