@@ -12,15 +12,26 @@ from typing import Any
 import pytest
 import torch
 from capricorn.baselines.dcp_library import as_error
+from capricorn.baselines.file_settings import DcpSettings
 from capricorn.baselines.folders import COMMIT, REMOVED, Commit, Folders
 from torch.distributed.checkpoint.api import CheckpointException
 
-from capricorn.config.system_settings import DcpConfig, StorageConfig
 from capricorn.emulation.storage import Storage
 from capricorn.errors import CapricornError, StoreError
+from capricorn.systems.registry import find
 from tests.support.conformance import NUM_RANKS, Case, Toy, case_of, live, make_folder
 
 SYSTEMS = ("torchsnapshot", "dcp", "dcp-async", "torch-save")
+
+
+def settings_with(system: str, **fields: Any) -> Any:
+    """The settings of that system with these fields."""
+    model = find(system).settings_model()
+    assert model is not None
+    return model(**fields)
+
+
+BY_PROCESS = {"settings": DcpSettings(mode="process")}
 every_system = pytest.mark.parametrize("system", SYSTEMS)
 
 
@@ -143,7 +154,7 @@ def stumble(rank: int, folder: Path, case: Case) -> dict[str, Any]:
     return {"completed": completed, "failed": failed, "complaint": complaint, "left": toy.traces.left()}
 
 
-PROCESS = pytest.param(Case("dcp-async", {"dcp": DcpConfig(mode="process")}), marks=pytest.mark.slow, id="process")
+PROCESS = pytest.param(Case("dcp-async", BY_PROCESS), marks=pytest.mark.slow, id="process")
 
 
 @pytest.mark.parametrize("case", [*map(case_of, SYSTEMS), PROCESS], ids=str)
@@ -180,7 +191,7 @@ def synced(rank: int, folder: Path, case: Case) -> tuple[list[str], list[str]]:
 
 @every_system
 def test_with_fsync_it_counts_only_once_every_file_and_folder_is_on_the_medium(system: str, tmp_path: Path) -> None:
-    case = case_of(system, settings={"storage": StorageConfig(fsync=True)})
+    case = case_of(system, settings={"settings": settings_with(system, fsync=True)})
     make_folder(tmp_path, case)
     (first, paths), (second, _) = live(synced, tmp_path, case)
     assert set(paths) <= {*first, *second}
@@ -198,7 +209,7 @@ def test_without_fsync_nothing_is_synced(tmp_path: Path) -> None:
 
 @every_system
 def test_a_modelled_storage_is_charged_for_every_byte(system: str, tmp_path: Path) -> None:
-    case = case_of(system, settings={"storage": StorageConfig(keep=9)})
+    case = case_of(system, settings={"settings": settings_with(system, keep=9)})
     make_folder(tmp_path, case)
     results = live(train, tmp_path, case, 5)
     assert [result["completed"] for result in results] == [[1, 2, 3, 4, 5]] * NUM_RANKS
@@ -256,7 +267,7 @@ def watch_checksums(rank: int, folder: Path, case: Case) -> tuple[set[bool], boo
 
 
 @pytest.mark.parametrize(
-    "case", [Case("torch-save"), Case("dcp"), Case("dcp-async", {"dcp": DcpConfig(threads=2)})], ids=str
+    "case", [Case("torch-save"), Case("dcp"), Case("dcp-async", {"settings": DcpSettings(threads=2)})], ids=str
 )
 def test_checksums_that_nobody_looks_at_are_left_out_and_only_while_a_checkpoint_is_saved(
     case: Case, tmp_path: Path
