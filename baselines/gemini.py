@@ -30,14 +30,15 @@ class GeminiStaged(ReplicatingSystem):
     name: ClassVar[str] = "gemini-staged"
 
     def attach(self, job: JobContext, state: FlatState) -> None:  # type: ignore[override]
-        if job.gemini.mu == AUTO:
+        self._settings = job.gemini
+        if self._settings.mu == AUTO:
             raise ConfigError("gemini.mu=auto is settled before a job starts: give a number in (0, 1]")
         # Once there has been a checkpoint there is something to lose while the training is profiled again.
-        self.first_iteration = 1 if job.attempt else job.gemini.profile_iterations + 1
+        self.first_iteration = 1 if job.attempt else self._settings.profile_iterations + 1
         super().attach(job, state)
 
     def _make_planner(self, hosts: Sequence[int], shard_bytes: Bytes) -> Planner:
-        return GeminiPlanner(self._job.gemini, rank=self._job.rank, num_remote=len(hosts), shard_bytes=shard_bytes)
+        return GeminiPlanner(self._settings, rank=self._job.rank, num_remote=len(hosts), shard_bytes=shard_bytes)
 
     def _is_reactive(self) -> bool:
         return False
@@ -81,7 +82,7 @@ class Gemini(GeminiStaged):
         super().close()
 
     def _make_sources(self, stager: Stager, layout: Layout) -> tuple[Stager, LiveSource | None]:
-        config = self._job.gemini
+        config = self._settings
         self._local = CutStager(stager, patience_s=self._timeout_s / 2)
         live = LiveSource(
             self._state, layout, self._job.device, buffer_bytes=config.buffer_bytes, num_buffers=config.num_buffers
