@@ -89,8 +89,10 @@ class Library(abc.ABC):
     """
 
     is_async: ClassVar[bool] = False
-    """Whether training goes on while the rest of a save is done. It changes the tensors after `isolate` has returned,
-    so an asynchronous library copies them before."""
+    """Whether training goes on while the rest of a save is done.
+
+    The next update then changes the tensors, so the library must have copied them before `isolate` returns.
+    """
     needs_group: ClassVar[bool] = False
     """Whether its ranks talk to each other, for which they need a group beside that of the training."""
 
@@ -226,8 +228,6 @@ class FileCheckpoints(CheckpointSystem):
     """
 
     library: ClassVar[type[Library]]
-    notes: ClassVar[tuple[str, ...]] = ()
-    """Says what is wrong with the library and stays so."""
 
     def __init__(self) -> None:
         self._counters, self._events = Counters(), deque[ChunkEvent](maxlen=MAX_EVENTS)

@@ -125,16 +125,13 @@ class _Manager(Library):
 class TorchCheckpointing(FileCheckpoints):
     """`CheckpointManager.save` of every checkpoint.
 
+    What stays wrong: a flipped bit loads without a word; files are unpickled without restriction when they are read;
+    shared memory and the process that writes are not part of the memory shown.
     Source: torch_checkpointing 0.1.
     """
 
     name: ClassVar[str] = "torch-checkpointing"
     library: ClassVar[type[Library]] = _Manager
-    notes: ClassVar[tuple[str, ...]] = (
-        "a flipped bit loads without a word",
-        "files are unpickled without restriction when they are read",
-        "shared memory and the process that writes are not part of the memory shown",
-    )
 
 
 def _file_of(folder: Path, rank: int) -> Path:

@@ -203,22 +203,22 @@ def as_error() -> Iterator[None]:
 class Dcp(FileCheckpoints):
     """`dcp.save` of every checkpoint.
 
+    What stays wrong: a flipped bit loads without a word.
     Source: torch.distributed.checkpoint of the torch that is installed.
     """
 
     name: ClassVar[str] = "dcp"
     library: ClassVar[type[Library]] = DcpLibrary
-    notes: ClassVar[tuple[str, ...]] = ("a flipped bit loads without a word",)
 
 
 class DcpAsync(FileCheckpoints):
     """`dcp.async_save` of every checkpoint, by a thread or a process.
 
+    What stays wrong: a flipped bit loads without a word.
     Source: torch.distributed.checkpoint of the torch that is installed.
     """
 
     name: ClassVar[str] = "dcp-async"
-    notes: ClassVar[tuple[str, ...]] = Dcp.notes
 
     def make_library(self, job: JobContext, state: FlatState) -> Library:
         return DcpProcess(job, state) if job.dcp.mode == "process" else DcpThread(job, state)

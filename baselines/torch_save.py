@@ -36,12 +36,12 @@ class OneFileEach(Library):
 class TorchSave(FileCheckpoints):
     """`torch.save` of every checkpoint, complete once all ranks have written.
 
+    What stays wrong: a flipped bit loads without a word.
     Source: `torch.save` of the torch that is installed.
     """
 
     name: ClassVar[str] = "torch-save"
     library: ClassVar[type[Library]] = OneFileEach
-    notes: ClassVar[tuple[str, ...]] = ("a flipped bit loads without a word",)
 
 
 def without_crc32() -> AbstractContextManager[None]:

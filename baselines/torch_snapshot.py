@@ -1,8 +1,8 @@
 """TorchSnapshot, the real library: a checkpoint is staged in memory while training waits, and written beside it.
 
-What would make its checkpoints wrong or its failures endless is corrected; `TorchSnapshot.notes` has what stays. That
-knows the inside of version 0.1.0 of the library, which is no longer maintained. Where the storage is modelled, bytes go
-to a real folder after (when written) or before (when read) the time that they would take.
+What would make its checkpoints wrong or its failures endless is corrected, by what is known of the inside of version
+0.1.0, as it is no longer maintained; `TorchSnapshot` says what stays wrong. Where the storage is modelled, bytes go to
+a real folder, after (when written) or before (when read) the time that they would take.
 """
 
 from __future__ import annotations
@@ -123,17 +123,13 @@ def _places(entry: Entry) -> list[str]:
 class TorchSnapshot(FileCheckpoints):
     """`Snapshot.async_take` of every checkpoint, and one on its way at a time.
 
+    What stays wrong: a truncated file restores nothing of what lay beyond its end, and a flipped bit loads, both
+    without a word; a bfloat16 tensor of odd length, and float8, cannot be saved.
     Source: torchsnapshot 0.1.0.
     """
 
     name: ClassVar[str] = "torchsnapshot"
     library: ClassVar[type[Library]] = _Snapshots
-    notes: ClassVar[tuple[str, ...]] = (
-        "a truncated file restores nothing of what lay beyond its end, without a word",
-        "a flipped bit loads without a word",
-        "a bfloat16 tensor of odd length cannot be saved",
-        "float8 cannot be saved",
-    )
 
 
 # --- what is corrected
