@@ -20,7 +20,7 @@ There is one save at a time; the next waits for it. Its way on each rank:
                then on rank 0 the commit                                         training thread   needs it
     failed     an error in `begin` or in the rest; after one in `begin`          as above          no
                `Library.abandon` makes the save fail on the others too
-    settled    is what a save is on a rank that has written it or failed
+    settled    the rank has written its part, or has failed to                   as above          no
     complete   a reduction finds that all ranks have written it; the             training          all ranks
                writer thread of rank 0 then removes older checkpoints
     lost       a reduction finds that all have settled and one has failed;       training          all ranks
@@ -122,7 +122,8 @@ class Library(abc.ABC):
     def write(self, folder: Path) -> list[Path]:
         """Writes all tensors into a folder that all ranks share, and returns the files that this rank has made.
 
-        Called as what `begin` left; it charges the storage by `charge` for what it writes.
+        It charges the storage by `charge` for them. Called by the training thread, or by the writer thread if the
+        library `is_async`; on all ranks for the same checkpoint.
         """
         raise NotImplementedError(f"{type(self).__name__} needs a method write or begin")
 
