@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import ClassVar
+
+from pydantic import BaseModel
 
 from capricorn.errors import ConfigError
 from capricorn.hooks import OpKey
@@ -26,7 +29,7 @@ class GeminiStaged(ReplicatingSystem):
     """
 
     profiles_first = True
-    settings = GeminiStagedSettings
+    settings: ClassVar[type[BaseModel] | None] = GeminiStagedSettings
 
     def attach(self, job: JobContext, state: FlatState) -> None:
         self._settings = self.settings_in(job)

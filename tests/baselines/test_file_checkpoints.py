@@ -11,17 +11,21 @@ from typing import Any
 
 import pytest
 import torch
-from capricorn.baselines.dcp_library import as_error
+from capricorn.baselines.checkpoint_folders import COMMIT, REMOVED, CheckpointFolders, Commit
+from capricorn.baselines.file_checkpoints import Library
 from capricorn.baselines.file_settings import DcpSettings
-from capricorn.baselines.folders import COMMIT, REMOVED, Commit, Folders
+from capricorn.baselines.torch_dcp import as_error
 from torch.distributed.checkpoint.api import CheckpointException
 
 from capricorn.emulation.storage import Storage
 from capricorn.errors import CapricornError, StoreError
+from capricorn.runtime.save.flat_state import FlatState
 from capricorn.systems.registry import find
 from tests.support.conformance import NUM_RANKS, Case, Toy, case_of, live, make_folder
+from tests.support.peers import job_of
 
 SYSTEMS = ("torchsnapshot", "dcp", "dcp-async", "torch-save")
+BY_PROCESS = {"settings": DcpSettings(mode="process")}
 
 
 def settings_with(system: str, **fields: Any) -> Any:
@@ -31,7 +35,6 @@ def settings_with(system: str, **fields: Any) -> Any:
     return model(**fields)
 
 
-BY_PROCESS = {"settings": DcpSettings(mode="process")}
 every_system = pytest.mark.parametrize("system", SYSTEMS)
 
 
@@ -45,8 +48,8 @@ def folder_with(root: Path, iteration: int, *, committed: bool = True, whole: bo
         Commit(digests=(1, 2)).write(folder)
 
 
-def folders_of(root: Path) -> Folders:
-    return Folders(root, lambda folder, num_ranks: (folder / "sign").exists() and num_ranks == 2)
+def folders_of(root: Path) -> CheckpointFolders:
+    return CheckpointFolders(root, lambda folder, num_ranks: (folder / "sign").exists() and num_ranks == 2)
 
 
 def names(root: Path) -> list[int]:
@@ -79,6 +82,43 @@ def test_after_a_restore_what_is_later_or_not_complete_is_removed_and_older_ones
     (tmp_path / f"{REMOVED}00000009").mkdir()  # left by one that was killed while removing it
     folders_of(tmp_path).forget_after(2)
     assert names(tmp_path) == [1, 2]
+
+
+class OneFile(Library):
+    """The least that a library needs."""
+
+    def write(self, folder: Path) -> list[Path]:
+        file = folder / f"{self.job.rank}.bin"
+        file.write_bytes(bytes(10))
+        return [file]
+
+    def load(self, folder: Path) -> None:
+        raise NotImplementedError
+
+
+class HalfAFile(OneFile):
+    def write(self, folder: Path) -> list[Path]:
+        super().write(folder)
+        raise OSError(28, "No space left on device")
+
+
+def test_by_default_a_folder_is_whole_once_every_rank_has_written_and_as_long_as_all_files_are_there(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "iteration-00000001"
+    first, half, second = (
+        library(job_of(rank, 2, tmp_path), FlatState({}))
+        for library, rank in ((OneFile, 0), (HalfAFile, 1), (OneFile, 1))
+    )
+    assert not first.is_whole(folder, 2)
+    first.begin(folder)()
+    with pytest.raises(OSError, match="No space left"):
+        half.begin(folder)()
+    assert not first.is_whole(folder, 2)
+    second.begin(folder)()
+    assert first.is_whole(folder, 2)
+    (folder / "1.bin").unlink()
+    assert not first.is_whole(folder, 2)
 
 
 def train(rank: int, folder: Path, case: Case, last: int) -> dict[str, Any]:

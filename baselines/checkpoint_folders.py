@@ -19,26 +19,28 @@ REMOVED: Final = "removed-"
 
 
 class Commit(FrozenModel):
-    """What rank 0 puts into a folder last: whose states lie in it. A folder without it is no checkpoint."""
+    """Says whose states lie in a folder. Rank 0 writes it last, and a folder without it is no checkpoint."""
 
     digests: tuple[int, ...]
-    """By rank: of the layout of its state."""
+    """By rank: the digest of the layout of its state."""
 
     def write(self, folder: Path) -> Path:
-        temporary = folder / f"{COMMIT}.tmp"
-        temporary.write_text(self.model_dump_json(), encoding="utf-8")
-        return temporary.rename(folder / COMMIT)
+        return write_whole(folder / COMMIT, self.model_dump_json())
 
     @classmethod
     def read(cls, folder: Path) -> Commit | None:
-        """That of a checkpoint, or None where there is none or only a part."""
+        """Returns the commit of a checkpoint, or None where there is none or only a part of one."""
         try:
             return cls.model_validate_json((folder / COMMIT).read_bytes())
         except (OSError, ValidationError):
             return None
 
     def check(self, written: Commit, folder: Path) -> None:
-        """Raises ConfigError if a job like this one cannot go on from the checkpoint in that folder."""
+        """Refuses a checkpoint from which a job like this one cannot go on.
+
+        Raises:
+            ConfigError: `written`, the commit in that folder, is of other ranks or another layout than this one.
+        """
         before, now = len(written.digests), len(self.digests)
         if before != now:
             raise ConfigError(f"{folder} was written by {before} ranks, now there are {now}; start {before}")
@@ -47,7 +49,7 @@ class Commit(FrozenModel):
                 raise ConfigError(f"{folder} has another layout for rank {rank}; start the model it was written by")
 
 
-class Folders:
+class CheckpointFolders:
     """The folders of a run's checkpoints. All ranks look, rank 0 alone removes."""
 
     def __init__(self, root: Path, is_whole: Callable[[Path, int], bool]) -> None:
@@ -58,7 +60,7 @@ class Folders:
         return self.root / f"{PREFIX}{iteration:08}"
 
     def complete(self) -> list[int]:
-        """Iterations that can be restored, ascending."""
+        """Returns the iterations that can be restored, ascending."""
         return sorted(iteration for iteration, folder in self._known().items() if self._is_complete(folder))
 
     def prune(self, newest: int, keep: int) -> None:
@@ -85,6 +87,13 @@ class Folders:
             self.of(iteration).rename(self.root / f"{REMOVED}{iteration:08}")
         for folder in self.root.glob(f"{REMOVED}*"):
             shutil.rmtree(folder)
+
+
+def write_whole(file: Path, text: str) -> Path:
+    """Writes a file that has its name only once all of it is there; returns the file."""
+    temporary = file.with_name(f"{file.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    return temporary.rename(file)
 
 
 def sync(files: Iterable[Path], root: Path) -> None:
