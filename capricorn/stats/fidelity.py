@@ -6,12 +6,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import numpy as np
-
 from capricorn.config.scenario import Scenario
 from capricorn.emulation.route import QUANTUM_BYTES
 from capricorn.emulation.testbed import PACED
 from capricorn.records.samples import CPU, LINKS, PACE, CpuSample, LinkSample, PaceSample, read_samples
+from capricorn.stats.numbers import quantile
 from capricorn.units import BytesPerSecond, Seconds
 
 MAX_RATE_ERROR = 0.05
@@ -36,7 +35,7 @@ def fidelity(run_dir: Path, scenario: Scenario, num_cpus: int) -> Fidelity:
         "link_rate_frac_min": min(rates, default=None),
         "link_rate_frac_max": max(rates, default=None),
         "buffers_s": _buffers_s(scenario, emulation.link_bytes_per_s),
-        "round_trip_s_p50": _percentile([link.round_trip_s for link in links], 50),
+        "round_trip_s_p50": quantile([link.round_trip_s for link in links], 50),
         **_pacing(list(read_samples(run_dir / PACE, PaceSample)), scenario.train.warmup),
         **cpu,
     }
@@ -79,10 +78,10 @@ def _pacing(samples: list[PaceSample], warmup: int) -> Fidelity:
     num_ops = len(errors_s) + len(overruns_s)
     return {
         "paced_ops": num_ops,
-        "pace_error_s_p50": _percentile(errors_s, 50),
-        "pace_error_s_p99": _percentile(errors_s, 99),
+        "pace_error_s_p50": quantile(errors_s, 50),
+        "pace_error_s_p99": quantile(errors_s, 99),
         "overrun_frac": len(overruns_s) / num_ops if num_ops else None,
-        "overrun_s_p50": _percentile(overruns_s, 50),
+        "overrun_s_p50": quantile(overruns_s, 50),
     }
 
 
@@ -93,7 +92,3 @@ def _cpu(samples: list[CpuSample], num_cpus: int) -> Fidelity:
         "cpu_ours_frac": ours_s / capacity_s if capacity_s else None,
         "cpu_others_frac": others_s / capacity_s if capacity_s else None,
     }
-
-
-def _percentile(values: list[Seconds], percent: int) -> float | None:
-    return float(np.percentile(values, percent)) if values else None
