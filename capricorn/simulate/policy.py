@@ -5,8 +5,8 @@ from __future__ import annotations
 from capricorn.config.planner import PlannerConfig
 from capricorn.planner.span_planner import SpanPlanner
 from capricorn.simulate.reference import blocking, gemini, lower_bound
-from capricorn.simulate.replay import Outcome, replay
-from capricorn.simulate.training_model import TraceConfig, Training
+from capricorn.simulate.replay import ReplayOutcome, replay
+from capricorn.simulate.training_model import SimulatedTraining, TraceConfig
 from capricorn.units import Bytes
 
 RANK, HOST = 0, 1
@@ -18,7 +18,7 @@ def shard_bytes(planner: PlannerConfig, trace: TraceConfig) -> Bytes:
     return trace.num_chunks * planner.max_chunk_bytes
 
 
-def replay_policy(planner: PlannerConfig, training: Training, trace: TraceConfig) -> Outcome:
+def replay_policy(planner: PlannerConfig, training: SimulatedTraining, trace: TraceConfig) -> ReplayOutcome:
     """What that policy comes to."""
     num_bytes = shard_bytes(planner, trace)
     return replay(
@@ -31,7 +31,7 @@ def replay_policy(planner: PlannerConfig, training: Training, trace: TraceConfig
     )
 
 
-def references(planner: PlannerConfig, training: Training, trace: TraceConfig) -> dict[str, float]:
+def references(planner: PlannerConfig, training: SimulatedTraining, trace: TraceConfig) -> dict[str, float]:
     """The slowdowns that policies are to be compared with, by name."""
     num_bytes = shard_bytes(planner, trace)
     link = training.link(num_bytes, trace.rho)

@@ -11,7 +11,7 @@ from capricorn.hooks import NO_LAYER
 from capricorn.planner.link_model import LinkModel
 from capricorn.planner.plan import Limit, Plan, Planner
 from capricorn.planner.profile import spans_of
-from capricorn.simulate.training_model import Training
+from capricorn.simulate.training_model import SimulatedTraining
 from capricorn.units import Bytes, Seconds
 
 
@@ -31,7 +31,7 @@ class Iteration(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ReplayOutcome:
     """What a policy came to, over all iterations."""
 
     base_s: Seconds
@@ -121,13 +121,19 @@ class Checkpoint:
 
 
 def replay(
-    planner: Planner, training: Training, link: LinkModel, *, gate: bool, profile_cost_frac: float, oracle: bool = False
-) -> Outcome:
+    planner: Planner,
+    training: SimulatedTraining,
+    link: LinkModel,
+    *,
+    gate: bool,
+    profile_cost_frac: float,
+    oracle: bool = False,
+) -> ReplayOutcome:
     """What the planner makes of the training, which sends a checkpoint in every iteration.
 
     An `oracle` is shown each iteration before it plans it, for nothing; others after it, when they want a profile.
     """
-    run = _Run(planner, training, link, gate)
+    run = _Replay(planner, training, link, gate)
     iterations = []
     for index, base_s in enumerate(training.base_s.tolist()):
         number = index + 1
@@ -140,13 +146,13 @@ def replay(
         done = sent.outcome(profile_cost_frac * base_s if profiled else 0.0, profiled)
         planner.note(number, done.collision_s + done.overflow_s, done.profile_s)
         iterations.append(done)
-    return Outcome(float(training.base_s.sum()), tuple(iterations))
+    return ReplayOutcome(float(training.base_s.sum()), tuple(iterations))
 
 
-class _Run:
+class _Replay:
     """The iterations of a training with a planner, one at a time."""
 
-    def __init__(self, planner: Planner, training: Training, link: LinkModel, gate: bool) -> None:
+    def __init__(self, planner: Planner, training: SimulatedTraining, link: LinkModel, gate: bool) -> None:
         self._planner, self._link = planner, link
         self._spans_IS, self._tokens_IMW = training.spans_s.tolist(), training.tokens.tolist()
         self._routed = _routed_before(training)
@@ -173,7 +179,7 @@ class _Run:
         return checkpoint, wants_profile
 
 
-def _routed_before(training: Training) -> tuple[int, ...]:
+def _routed_before(training: SimulatedTraining) -> tuple[int, ...]:
     """By idle span: the layer whose router has chosen just before it begins; NO_LAYER if none has."""
     return tuple(
         span.opens.layer if span.opens is not None and span.opens[1:] == ("forward", "dispatch") else NO_LAYER

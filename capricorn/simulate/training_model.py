@@ -92,7 +92,7 @@ def ops_of_layers(num_layers: int) -> tuple[OpKey, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
+class SimulatedTraining:
     """Every iteration of a training, as it goes without checkpoints."""
 
     ops: tuple[OpKey, ...]
@@ -141,7 +141,7 @@ def _rows(values: Floats) -> tuple[tuple[float, ...], ...]:
     return tuple(map(tuple, values.tolist()))
 
 
-def train(shares_IME: Shares, config: TraceConfig) -> Training:
+def train(shares_IME: Shares, config: TraceConfig) -> SimulatedTraining:
     """The training that has these loads.
 
     The mean iteration takes 1 s; the all-to-all is as slow as makes the spans `idle_frac` of that.
@@ -159,10 +159,10 @@ def train(shares_IME: Shares, config: TraceConfig) -> Training:
     ops_s = _scaled(computing_IO, config.idle_frac) + _scaled(moving_IO, 1 - config.idle_frac)
     is_span_O = [op.kind not in COMMUNICATION for op in ops]
     assert sum(is_span_O) == len(spans_of(ops))
-    return Training(ops, ops_s, ops_s[:, is_span_O], tokens_IMW)
+    return SimulatedTraining(ops, ops_s, ops_s[:, is_span_O], tokens_IMW)
 
 
-def train_on(path: Path, config: TraceConfig) -> Training:
+def train_on(path: Path, config: TraceConfig) -> SimulatedTraining:
     """The training that has the loads of a trace, in every iteration of it or in those that are asked for.
 
     Raises:

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from capricorn.compare.results import Comparison, ComparisonRow, Interval
-from capricorn.report.terminal.cells import (
+from capricorn.compare.comparison import Comparison, ComparisonRow, Interval
+from capricorn.report.text import (
     format_effective,
     format_memory,
     format_notes,

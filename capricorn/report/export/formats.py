@@ -9,10 +9,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from capricorn.compare.results import Comparison
+from capricorn.compare.comparison import Comparison
 from capricorn.errors import ConfigError
 from capricorn.report.export.export_tables import RAW_COLUMNS, caption, columns_of, raw_rows, remarks, title
-from capricorn.report.terminal.cells import LEGEND
+from capricorn.report.text import LEGEND
 
 _MARKS = re.compile(r"([\\`*|<]|~(?=~)|(?<=])\(|(?<!\w)_|_(?!\w))")
 """What Markdown would not print as it is."""

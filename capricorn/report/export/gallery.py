@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from capricorn.compare.results import Comparison
+from capricorn.compare.comparison import Comparison
 from capricorn.report.export.export_tables import slugs
 from capricorn.report.export.formats import escaped
 from capricorn.report.figures.style import PNG, SVG, Picture, encode

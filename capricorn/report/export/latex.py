@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from capricorn.compare.results import Comparison, ComparisonRow
+from capricorn.compare.comparison import Comparison, ComparisonRow
 from capricorn.report.export.export_tables import COLUMNS, Column, caption, remarks, slugs, title
-from capricorn.report.terminal.cells import DIFFERS_NOT, LEGEND, NO_DIFFERENCE
+from capricorn.report.text import DIFFERS_NOT, LEGEND, NO_DIFFERENCE
 
 MAX_RUNS = 6
 """That a caption names; of more it says how many."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from capricorn.compare.results import Comparison
+from capricorn.compare.comparison import Comparison
 from capricorn.records.samples import OpSample
 from capricorn.report.figures.figure_data import Shown, Timeline, typical_timelines
 from capricorn.report.figures.style import INK, Picture, TimeUnit, colour, new_axes

@@ -16,7 +16,7 @@ from capricorn.config.planner import PlannerConfig
 from capricorn.records.samples import Mode, RunRecord
 
 if TYPE_CHECKING:
-    from capricorn.simulate.replay import Outcome
+    from capricorn.simulate.replay import ReplayOutcome
 
 RESAMPLES = 2000
 LEVEL = 0.95
@@ -70,7 +70,7 @@ class Ablation:
         return {"mode": self.mode, "rows": rows, "references": references} | faults
 
 
-def simulated(policy: PlannerConfig, rho: float, outcome: Outcome) -> Row:
+def simulated(policy: PlannerConfig, rho: float, outcome: ReplayOutcome) -> Row:
     """The row of a replay."""
     return Row(
         **_named(policy),

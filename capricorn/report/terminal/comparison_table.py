@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from capricorn.report.terminal.cells import (
+from capricorn.report.text import (
     LEGEND,
     format_effective,
     format_memory,
@@ -23,7 +23,7 @@ from capricorn.sizing.memory import Needs
 from capricorn.units import format_bytes
 
 if TYPE_CHECKING:
-    from capricorn.compare.results import Comparison, ComparisonRow, Interval
+    from capricorn.compare.comparison import Comparison, ComparisonRow, Interval
 
 TIMES = ("", "iteration", "stall", "slowdown", "speedup of Capricorn")
 COSTS = ("", "effective", "sent per iteration", "memory + store", "restores from")

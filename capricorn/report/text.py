@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from capricorn.units import Bytes, Seconds, format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from capricorn.compare.results import ComparisonRow, Interval
+    from capricorn.compare.comparison import ComparisonRow, Interval
 
 NONE = "-"
 NO_DIFFERENCE = "no difference"

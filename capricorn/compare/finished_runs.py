@@ -23,9 +23,9 @@ from capricorn.compare.compare_record import (
     settings_of,
     work_of,
 )
-from capricorn.compare.measured import Measured
-from capricorn.compare.paired import Ratio, paired_ratio
-from capricorn.compare.results import Comparison, Runs, compare_runs, compare_within
+from capricorn.compare.comparison import Comparison, Runs, compare_runs, compare_within
+from capricorn.compare.measured_run import MeasuredRun
+from capricorn.compare.paired_ratio import Ratio, paired_ratio
 from capricorn.config.system_settings import SWEEP
 from capricorn.errors import ConfigError
 from capricorn.records.samples import RUN, RunRecord, read_run
@@ -46,8 +46,10 @@ def compare_planned(folder: Path, planned: PlannedComparison) -> Comparison:
 
 def _read_planned(folder: Path, planned: PlannedComparison) -> tuple[Runs, list[str]]:
     """By label of a variant its runs by repeat, None where none is finished; and what is wrong with those."""
-    runs: dict[str, list[Measured | None]] = {variant.label: [None] * planned.repeats for variant in planned.variants}
-    first: Measured | None = None
+    runs: dict[str, list[MeasuredRun | None]] = {
+        variant.label: [None] * planned.repeats for variant in planned.variants
+    }
+    first: MeasuredRun | None = None
     faults = []
     for run in planned.runs:
         fault = run.failure
@@ -63,7 +65,7 @@ def _read_planned(folder: Path, planned: PlannedComparison) -> tuple[Runs, list[
     return runs, faults
 
 
-def _finished(folder: Path, run: PlannedRun) -> Measured | None:
+def _finished(folder: Path, run: PlannedRun) -> MeasuredRun | None:
     """That run, if it is done.
 
     Raises:
@@ -71,7 +73,7 @@ def _finished(folder: Path, run: PlannedRun) -> Measured | None:
     """
     place = place_of(folder, run)
     if is_done(folder, run):
-        return Measured.read(place)
+        return MeasuredRun.read(place)
     if run.run_id and not run.failure and (place / RUN).exists():
         read_run(place)  # damaged is not the same as not finished
     return None
@@ -109,7 +111,7 @@ def ratio_of(run: Path, base: Path) -> Ratio:
     Raises:
         ConfigError: there are none, or they did not do the same work.
     """
-    ours, theirs = Measured.read(run), Measured.read(base)
+    ours, theirs = MeasuredRun.read(run), MeasuredRun.read(base)
     require_same_work({str(base): theirs.record, str(run): ours.record})
     ratio = paired_ratio([ours.durations_s], [theirs.durations_s])
     if ratio is None:

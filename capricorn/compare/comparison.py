@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import pandas as pd
-
 from capricorn.compare.compare_record import (
     BASE,
     CHECKPOINTS,
@@ -16,13 +14,13 @@ from capricorn.compare.compare_record import (
     require_same_work,
     settings_of,
 )
-from capricorn.compare.measured import Measured, is_checkpointing, loss_faults
-from capricorn.compare.paired import Durations, Ratio, paired_ratio, unpaired
+from capricorn.compare.measured_run import MeasuredRun, is_checkpointing, loss_faults
+from capricorn.compare.paired_ratio import Durations, Ratio, paired_ratio, unpaired
 from capricorn.config.fields import FrozenModel
 from capricorn.config.scenario import Scenario
 from capricorn.errors import ConfigError
 from capricorn.records.samples import Mode
-from capricorn.stats.numbers import number, quantile
+from capricorn.stats.numbers import quantile, ratio
 from capricorn.systems.registry import FILES, SYSTEMS
 from capricorn.units import Bytes, Seconds
 
@@ -30,7 +28,7 @@ OURS = "capricorn"
 SHARES = {BASE: "slowdown", OURS: "speedup of Capricorn"}
 """By system the ratio in which it is the other one."""
 
-Runs: TypeAlias = Mapping[str, Sequence[Measured | None]]
+Runs: TypeAlias = Mapping[str, Sequence[MeasuredRun | None]]
 """By label of a variant, its runs by repeat; None where one is missing."""
 Interval: TypeAlias = tuple[float, float]
 
@@ -85,7 +83,9 @@ def compare_runs(label: str, runs: Mapping[str, Sequence[Path | None]]) -> Compa
         ConfigError: there is no run, one is damaged, or they did not do the same work in the same mode, or did not make
             the same checkpoints.
     """
-    read = {variant: [Measured.read(each) if each else None for each in several] for variant, several in runs.items()}
+    read = {
+        variant: [MeasuredRun.read(each) if each else None for each in several] for variant, several in runs.items()
+    }
     records = {run.record.run_id: run.record for several in read.values() for run in several if run}
     if not records:
         raise ConfigError("there is no finished run to compare")
@@ -123,7 +123,7 @@ def compare_within(label: str, runs: Runs, scenario: Scenario) -> Comparison:
 # --- rows --------------------------------------------------------------------------------------------------------
 
 
-def _runs_of(system: str, runs: Runs) -> Sequence[Measured | None]:
+def _runs_of(system: str, runs: Runs) -> Sequence[MeasuredRun | None]:
     """Of the variants of a system those of the first; the one without settings goes before."""
     labels = sorted((label for label in runs if _system_of(label) == system), key=lambda label: label != system)
     return runs[labels[0]] if labels else []
@@ -133,16 +133,16 @@ def _system_of(label: str) -> str:
     return label.partition(":")[0]
 
 
-def _row(label: str, runs: Sequence[Measured | None], others: Runs, scenario: Scenario) -> ComparisonRow:
+def _row(label: str, runs: Sequence[MeasuredRun | None], others: Runs, scenario: Scenario) -> ComparisonRow:
     there = [run for run in runs if run]
-    steady = pd.concat([run.steady for run in there]) if there else pd.DataFrame(columns=["duration_s", "stall_s"])
+    steady = [iteration for run in there for iteration in run.steady]
     slowdown, speedup = (_ratio(runs, others[system]) for system in SHARES)
     summaries = [run.summary for run in there]
     return ComparisonRow(
         label=label,
         system=_system_of(label),
-        iteration_s_p50=quantile(steady["duration_s"], 50),
-        stall_s_p50=quantile(steady["stall_s"], 50),
+        iteration_s_p50=quantile((each.duration_s for each in steady), 50),
+        stall_s_p50=quantile((each.stall_s for each in steady), 50),
         slowdown=slowdown and slowdown.value,
         slowdown_ci=slowdown and slowdown.ci,
         speedup_of_capricorn=speedup and speedup.value,
@@ -151,18 +151,18 @@ def _row(label: str, runs: Sequence[Measured | None], others: Runs, scenario: Sc
         effective=sum(summary["effective"] for summary in summaries),
         peak_rss_bytes=_most("peak_rss_bytes", summaries),
         store_bytes=_most("store_bytes", summaries),
-        sent_bytes_per_iteration=number(steady["sent_bytes"].mean()) if len(steady) else None,
+        sent_bytes_per_iteration=ratio(sum(each.sent_bytes for each in steady), len(steady)),
         tiers=SYSTEMS[_system_of(label)].tiers if _system_of(label) in SYSTEMS else (),
         notes=(*_settings(label, there, scenario), *_partnerless(runs, others)),
         runs=tuple(run.record.run_id for run in there),
     )
 
 
-def _ratio(runs: Sequence[Measured | None], base: Sequence[Measured | None]) -> Ratio | None:
+def _ratio(runs: Sequence[MeasuredRun | None], base: Sequence[MeasuredRun | None]) -> Ratio | None:
     return paired_ratio(_durations(runs), _durations(base))
 
 
-def _durations(runs: Sequence[Measured | None]) -> list[Durations | None]:
+def _durations(runs: Sequence[MeasuredRun | None]) -> list[Durations | None]:
     return [run.durations_s if run else None for run in runs]
 
 
@@ -170,7 +170,7 @@ def _most(key: str, summaries: Sequence[Mapping[str, Any]]) -> Bytes | None:
     return max((value for summary in summaries if (value := summary.get(key)) is not None), default=None)
 
 
-def _settings(label: str, runs: Sequence[Measured], scenario: Scenario) -> Iterator[str]:
+def _settings(label: str, runs: Sequence[MeasuredRun], scenario: Scenario) -> Iterator[str]:
     """The settings that are its own, what they make of it, a tuned factor, and where its files go."""
     own = label.split(":")[1:]
     yield from own
@@ -196,7 +196,7 @@ def _checkpoints(own: Sequence[str], config: Scenario, scenario: Scenario) -> It
             yield f"makes other checkpoints than the others: {key} is {ours[key]}, theirs is {theirs[key]}"
 
 
-def _partnerless(runs: Sequence[Measured | None], others: Runs) -> Iterator[str]:
+def _partnerless(runs: Sequence[MeasuredRun | None], others: Runs) -> Iterator[str]:
     """Its runs that count in the medians and in no ratio."""
     for system, what in SHARES.items():
         theirs = others[system]
@@ -230,12 +230,12 @@ def _unrepeated(runs: Runs) -> list[str]:
     return ["one run of each: intervals leave out how one run differs from the next; use --repeats"] if is_once else []
 
 
-def _hosts(runs: Sequence[Measured]) -> list[str]:
+def _hosts(runs: Sequence[MeasuredRun]) -> list[str]:
     hosts = sorted({run.record.environment.host for run in runs})
     return [f"runs of several machines: {', '.join(hosts)}"] if len(hosts) > 1 else []
 
 
-def _describe(scenario: Scenario, runs: Sequence[Measured], num_repeats: int) -> str:
+def _describe(scenario: Scenario, runs: Sequence[MeasuredRun], num_repeats: int) -> str:
     lengths = [run.record.config.train.iterations for run in runs] or [scenario.train.iterations]
     short, long = min(lengths), max(lengths)
     iterations = f"{long} iterations" if short == long else f"{short} to {long} iterations"

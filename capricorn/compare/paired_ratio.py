@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import pandas as pd
+
+from capricorn.units import Seconds
 
 RESAMPLES = 2000
 LEVEL = 0.95
 
-Durations: TypeAlias = "pd.Series[Any]"
-"""Seconds by iteration, of one run."""
+Durations: TypeAlias = Mapping[int, Seconds]
+"""How long each iteration of one run took."""
 Pair: TypeAlias = npt.NDArray[np.float64]
 """Seconds of the iterations that both runs of a repeat have, [2, iterations]."""
 
@@ -26,9 +27,9 @@ class Ratio(NamedTuple):
 
 
 def paired_ratio(ours: Sequence[Durations | None], theirs: Sequence[Durations | None]) -> Ratio | None:
-    """Our time over theirs, by repeat; None where a run is missing, and if no two have an iteration in common.
+    """Returns our time over theirs; None if no two runs of one repeat have an iteration in common.
 
-    Of each repeat count the iterations that both have: one system may have measured fewer, or begun later. Their sums
+    Both are by repeat, None where a run is missing. Of each repeat count the iterations that both have: one system may have measured fewer, or begun later. Their sums
     are compared, not their medians: a system that stalls in one iteration of three pays for it, and no median would
     show that.
     """
@@ -45,13 +46,13 @@ def paired_ratio(ours: Sequence[Durations | None], theirs: Sequence[Durations | 
 
 
 def unpaired(ours: Sequence[Durations | None], theirs: Sequence[Durations | None]) -> list[int]:
-    """Repeats, from 0, of which there is a run of ours that is in no ratio with theirs: it has no partner."""
+    """Returns the repeats, from 0, of which there is a run of ours that is in no ratio with theirs: it has no partner."""
     pairs = _pairs(ours, theirs)
     return [repeat for repeat, one in enumerate(ours) if one is not None and repeat not in pairs]
 
 
 def _pairs(ours: Sequence[Durations | None], theirs: Sequence[Durations | None]) -> dict[int, Pair]:
-    """By repeat what both measured; one of the two may have fewer repeats."""
+    """Returns by repeat what both measured; one of the two may have fewer repeats."""
     return {
         repeat: pair
         for repeat, (one, other) in enumerate(zip(ours, theirs, strict=False))
@@ -60,12 +61,12 @@ def _pairs(ours: Sequence[Durations | None], theirs: Sequence[Durations | None])
 
 
 def _common(ours: Durations, theirs: Durations) -> Pair:
-    both = ours.index.intersection(theirs.index)
-    return np.stack([ours.loc[both].to_numpy(float), theirs.loc[both].to_numpy(float)])
+    both = [iteration for iteration in ours if iteration in theirs]
+    return np.array([[each[iteration] for iteration in both] for each in (ours, theirs)])
 
 
 def _resampled(pairs: Sequence[Pair]) -> npt.NDArray[np.float64]:
-    """The ratio in each of many resamples: as many repeats, drawn anew, and of each as many of its iterations.
+    """Returns the ratio in each of many resamples: as many repeats, drawn anew, and of each as many of its iterations.
 
     Two levels, since iterations of one run are alike in what was slow or fast about that run.
     Source: Efron & Tibshirani, "An Introduction to the Bootstrap" (1993), sections 8.4 and 13.3.
