@@ -201,8 +201,7 @@ def _show_plan(experiment: Experiment, as_json: bool) -> None:
         facts = [_plan_json(planned, needs) for planned, needs in plans]
         print_json({"comparisons": facts})
         return
-    from capricorn.report.terminal.comparison_table import variants_table
-    from capricorn.report.terminal.tables import scale_table
+    from capricorn.report.terminal.plan_table import scale_table, variants_table
 
     for planned, needs in plans:
         scenario = planned.scenario

@@ -122,8 +122,9 @@ def _render(chosen: str, loaded: Loaded, pictures: Sequence[Sequence[Picture]]) 
         from capricorn.report.export.page import as_html
 
         return as_html(comparisons, pictures)
-    from capricorn.report.export.formats import as_csv, as_json, as_markdown
+    from capricorn.report.export.data_formats import as_csv, as_json
     from capricorn.report.export.latex import as_latex
+    from capricorn.report.export.markdown import as_markdown
 
     return {"md": as_markdown, "csv": as_csv, "json": as_json, "latex": as_latex}[chosen](comparisons)
 

@@ -77,7 +77,7 @@ class Comparison(FrozenModel):
 
 
 def compare_runs(label: str, runs: Mapping[str, Sequence[Path | None]]) -> Comparison:
-    """The comparison of finished runs: by label of a variant its folders by repeat, None where one is missing.
+    """Returns the comparison of finished runs: by label of a variant its folders by repeat, None where one is missing.
 
     Raises:
         ConfigError: there is no run, one is damaged, or they did not do the same work in the same mode, or did not make
@@ -94,7 +94,7 @@ def compare_runs(label: str, runs: Mapping[str, Sequence[Path | None]]) -> Compa
 
 
 def compare_within(label: str, runs: Runs, scenario: Scenario) -> Comparison:
-    """The same of runs of that scenario under several systems; there may be none yet.
+    """Returns the comparison of runs of that scenario under several systems; there may be none yet.
 
     Raises:
         ConfigError: they did not do the same work in the same mode.

@@ -29,9 +29,9 @@ class Ratio(NamedTuple):
 def paired_ratio(ours: Sequence[Durations | None], theirs: Sequence[Durations | None]) -> Ratio | None:
     """Returns our time over theirs; None if no two runs of one repeat have an iteration in common.
 
-    Both are by repeat, None where a run is missing. Of each repeat count the iterations that both have: one system may have measured fewer, or begun later. Their sums
-    are compared, not their medians: a system that stalls in one iteration of three pays for it, and no median would
-    show that.
+    Both are by repeat, None where a run is missing. Of each repeat count the iterations that both have: one system may
+    have measured fewer, or begun later. Their sums are compared, not their medians: a system that stalls in one
+    iteration of three pays for it, and no median would show that.
     """
     pairs = list(_pairs(ours, theirs).values())
     if not pairs:
@@ -46,7 +46,7 @@ def paired_ratio(ours: Sequence[Durations | None], theirs: Sequence[Durations | 
 
 
 def unpaired(ours: Sequence[Durations | None], theirs: Sequence[Durations | None]) -> list[int]:
-    """Returns the repeats, from 0, of which there is a run of ours that is in no ratio with theirs: it has no partner."""
+    """Returns the repeats, from 0, of which our run is in no ratio with theirs, since it has no partner."""
     pairs = _pairs(ours, theirs)
     return [repeat for repeat, one in enumerate(ours) if one is not None and repeat not in pairs]
 

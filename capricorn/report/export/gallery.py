@@ -6,9 +6,9 @@ import json
 from collections.abc import Sequence
 
 from capricorn.compare.comparison import Comparison
-from capricorn.report.export.export_tables import slugs
-from capricorn.report.export.formats import escaped
+from capricorn.report.export.markdown import escaped
 from capricorn.report.figures.style import PNG, SVG, Picture, encode
+from capricorn.report.text import slugs
 
 INDEX, PAGE = "figures.json", "FIGURES.md"
 

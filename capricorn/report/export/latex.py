@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 
 from capricorn.compare.comparison import Comparison, ComparisonRow
-from capricorn.report.export.export_tables import COLUMNS, Column, caption, remarks, slugs, title
-from capricorn.report.text import DIFFERS_NOT, LEGEND, NO_DIFFERENCE
+from capricorn.report.columns import COLUMNS, Column
+from capricorn.report.text import DIFFERS_NOT, LEGEND, NO_DIFFERENCE, caption, remarks, slugs, title
 
 MAX_RUNS = 6
 """That a caption names; of more it says how many."""

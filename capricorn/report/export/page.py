@@ -11,9 +11,9 @@ from markupsafe import Markup
 
 import capricorn
 from capricorn.compare.comparison import Comparison
-from capricorn.report.export.export_tables import NOTES, caption, columns_of, remarks, slugs, title
+from capricorn.report.columns import NOTES, columns_of
 from capricorn.report.figures.style import Picture, inline_svg
-from capricorn.report.text import LEGEND
+from capricorn.report.text import LEGEND, caption, remarks, slugs, title
 
 TEMPLATE = "page.html"
 

@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from capricorn.config.fields import FrozenModel
 from capricorn.config.planner import PlannerConfig
 from capricorn.records.samples import Mode, RunRecord
+from capricorn.report.terminal.grid import plain_table
+from capricorn.report.text import NONE, format_figure, format_percents
 
 if TYPE_CHECKING:
     from capricorn.simulate.replay import ReplayOutcome
 
 RESAMPLES = 2000
 LEVEL = 0.95
-NONE = "-"
 
 Interval: TypeAlias = tuple[float, float]
 
@@ -143,7 +143,7 @@ def ablation_table(ablation: Ablation, *, caption: bool = True) -> RenderableTyp
     by_rho: dict[float | None, dict[str, Row]] = {}
     for row in ablation.rows:
         by_rho.setdefault(row.rho, {})[_key(row)] = row
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
+    table = plain_table()
     for column in ("spans", "replan", "gate"):
         table.add_column(column, no_wrap=True)
     for rho in by_rho or [None]:
@@ -152,10 +152,10 @@ def ablation_table(ablation: Ablation, *, caption: bool = True) -> RenderableTyp
         table.add_column(column, justify="right", no_wrap=True)
     for key, row in {_key(row): row for row in ablation.rows}.items():
         rows = [each.get(key) for each in by_rho.values()]
-        spread = (_range([getattr(r, name) for r in rows if r]) for name in ("profiled_frac", "accuracy_frac"))
+        spread = (format_percents(getattr(r, name) for r in rows if r) for name in ("profiled_frac", "accuracy_frac"))
         table.add_row(row.spans, row.replan, "on" if row.gate else "off", *map(_slowdown, rows), *spread)
     for name in next(iter(ablation.references.values()), {}):
-        cells = [_figure(ablation.references.get(rho or 0.0, {}).get(name)) for rho in by_rho]
+        cells = [format_figure(ablation.references.get(rho or 0.0, {}).get(name), ".3f") for rho in by_rho]
         table.add_row(Text(name, style="dim"), "", "", *cells)
     faults = [Text(fault, style="bold red") for fault in ablation.faults]
     return Group(table, *([Text(ablation.caption, style="dim")] if caption else []), *faults)
@@ -169,17 +169,4 @@ def _slowdown(row: Row | None) -> str:
     if row is None:
         return NONE
     interval = "" if row.slowdown_ci is None else f" [{row.slowdown_ci[0]:.3f}, {row.slowdown_ci[1]:.3f}]"
-    return _figure(row.slowdown) + interval
-
-
-def _figure(value: float | None) -> str:
-    return NONE if value is None else f"{value:.3f}"
-
-
-def _range(fracs: Sequence[float | None]) -> str:
-    """Shares as percent, from the least to the most."""
-    known = [100 * frac for frac in fracs if frac is not None]
-    if not known:
-        return NONE
-    low, high = (f"{value:.3g}" for value in (min(known), max(known)))
-    return f"{low}%" if low == high else f"{low}-{high}%"
+    return format_figure(row.slowdown, ".3f") + interval
