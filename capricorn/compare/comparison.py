@@ -1,4 +1,4 @@
-"""What a comparison of systems came to: a row for each, computed from the samples of its runs and from nothing else."""
+"""The result of a comparison: a row for each system, computed from the samples of its runs and from nothing else."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from capricorn.units import Bytes, Seconds
 
 OURS = "capricorn"
 SHARES = {BASE: "slowdown", OURS: "speedup of Capricorn"}
-"""By system the ratio in which it is the other one."""
+"""Names of the ratios, by the system that the others are compared with."""
 
 Runs: TypeAlias = Mapping[str, Sequence[MeasuredRun | None]]
-"""By label of a variant, its runs by repeat; None where one is missing."""
+"""Runs by label of a variant and by repeat; None where one is missing."""
 Interval: TypeAlias = tuple[float, float]
 
 
@@ -37,7 +37,7 @@ class ComparisonRow(FrozenModel):
     """One system with its settings; None is not known."""
 
     label: str
-    """As it was asked for: the system, with the settings that are its own."""
+    """The variant as it was asked for: the system, with the settings that are its own."""
     system: str
     iteration_s_p50: Seconds | None
     stall_s_p50: Seconds | None
@@ -53,9 +53,9 @@ class ComparisonRow(FrozenModel):
     store_bytes: Bytes | None
     sent_bytes_per_iteration: float | None
     tiers: tuple[str, ...] = ()
-    """It restores from these."""
+    """The tiers that it restores from."""
     notes: tuple[str, ...] = ()
-    """What was chosen for it: a tuned factor, where it writes, whether it fsyncs; and its runs that are in no ratio."""
+    """Remarks: a tuned factor, where it writes, whether it fsyncs; and its runs that are in no ratio."""
     runs: tuple[str, ...] = ()
 
 
@@ -63,17 +63,17 @@ class Comparison(FrozenModel):
     """Systems that did the same work in one mode."""
 
     label: str
-    """What tells it from others of the same record; may be empty."""
+    """A name that tells it from others of the same record; may be empty."""
     mode: Mode
     what: str
     """Model, cluster, iterations and repeats in a line."""
     valid: bool
     faults: tuple[str, ...]
-    """Why it is not valid."""
+    """The reasons why it is not valid."""
     rows: tuple[ComparisonRow, ...]
     runs: tuple[str, ...]
     notes: tuple[str, ...] = ()
-    """What is to be known of it and does not speak against it."""
+    """Remarks that do not speak against it."""
 
 
 def compare_runs(label: str, runs: Mapping[str, Sequence[Path | None]]) -> Comparison:
@@ -124,7 +124,7 @@ def compare_within(label: str, runs: Runs, scenario: Scenario) -> Comparison:
 
 
 def _runs_of(system: str, runs: Runs) -> Sequence[MeasuredRun | None]:
-    """Of the variants of a system those of the first; the one without settings goes before."""
+    """Returns the runs of the first variant of a system; the one without settings goes before."""
     labels = sorted((label for label in runs if _system_of(label) == system), key=lambda label: label != system)
     return runs[labels[0]] if labels else []
 
@@ -171,7 +171,7 @@ def _most(key: str, summaries: Sequence[Mapping[str, Any]]) -> Bytes | None:
 
 
 def _settings(label: str, runs: Sequence[MeasuredRun], scenario: Scenario) -> Iterator[str]:
-    """The settings that are its own, what they make of it, a tuned factor, and where its files go."""
+    """Yields the settings of its own, what they make of it, a tuned factor, and where its files go."""
     own = label.split(":")[1:]
     yield from own
     for config in (run.record.config for run in runs[:1]):
@@ -188,7 +188,7 @@ def _settings(label: str, runs: Sequence[MeasuredRun], scenario: Scenario) -> It
 
 
 def _checkpoints(own: Sequence[str], config: Scenario, scenario: Scenario) -> Iterator[str]:
-    """What the settings of its own change in the checkpoints that are compared."""
+    """Yields what its own settings change in the checkpoints that are compared."""
     asked = {assignment.partition("=")[0] for assignment in own} & set(CHECKPOINTS)
     ours, theirs = settings_of(config), settings_of(scenario)
     if config.system.name != BASE:
@@ -197,7 +197,7 @@ def _checkpoints(own: Sequence[str], config: Scenario, scenario: Scenario) -> It
 
 
 def _partnerless(runs: Sequence[MeasuredRun | None], others: Runs) -> Iterator[str]:
-    """Its runs that count in the medians and in no ratio."""
+    """Yields which of its runs count in the medians and in no ratio."""
     for system, what in SHARES.items():
         theirs = others[system]
         alone = [runs[repeat] for repeat in unpaired(_durations(runs), _durations(theirs))] if any(theirs) else []
@@ -209,7 +209,7 @@ def _partnerless(runs: Sequence[MeasuredRun | None], others: Runs) -> Iterator[s
 
 
 def _unrequested(runs: Runs) -> list[str]:
-    """Variants that were to checkpoint and never got to it."""
+    """Returns which variants were to checkpoint and never got to it."""
     return [
         f"{label} was to make no checkpoint in its {run.record.config.train.iterations} iterations: train longer"
         for label, each in runs.items()
@@ -225,7 +225,7 @@ def _unknown(runs: Runs) -> list[str]:
 
 
 def _unrepeated(runs: Runs) -> list[str]:
-    """That the intervals hold less than they seem to."""
+    """Returns that the intervals hold less than they seem to, if they do."""
     is_once = max(sum(run is not None for run in each) for each in runs.values()) == 1
     return ["one run of each: intervals leave out how one run differs from the next; use --repeats"] if is_once else []
 

@@ -14,12 +14,12 @@ from capricorn.stats.run_summary import Summary, summary_of
 from capricorn.units import Seconds
 
 Losses: TypeAlias = Mapping[tuple[int, int], float]
-"""By iteration and rank."""
+"""Losses by iteration and rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRun:
-    """What one run measured; nothing but the record itself comes from what is stored there."""
+    """The measurements of one run, computed anew from its samples; of what is stored only the record is used."""
 
     record: RunRecord
     summary: Summary

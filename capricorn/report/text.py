@@ -1,5 +1,5 @@
-"""How the report writes figures, scenarios and comparisons for people, wherever they are shown. Computes nothing and
-knows no table.
+"""Words of the report: figures, scenarios and comparisons as people read them, wherever they are shown. Computes
+nothing and knows no table.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NONE = "-"
 """Stands for what is not known."""
 NO_DIFFERENCE = "no difference"
 DIFFERS_NOT = f", {NO_DIFFERENCE}"
-"""What a ratio ends with if its interval holds 1."""
+"""The end of a ratio whose interval holds 1."""
 LEGEND = (
     "Iteration and stall: medians of the slowest rank. Slowdown: time of the iterations that both measured over that "
     "without checkpoints; speedup of Capricorn: the same over that of Capricorn. Intervals hold the ratio with 95 % "

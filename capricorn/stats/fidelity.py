@@ -1,4 +1,4 @@
-"""How faithful an emulation was, computed from its raw samples."""
+"""Figures of how faithful an emulation was, computed from its raw samples."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from capricorn.stats.numbers import quantile
 from capricorn.units import BytesPerSecond, Seconds
 
 MAX_RATE_ERROR = 0.05
-"""By how much a link may miss its rate."""
+"""The share by which a link may miss its rate."""
 MAX_OVERRUN_FRAC = 0.05
-"""Of the paced ops, those that took longer than their model, beyond which a run stands for nothing."""
+"""The share of paced ops that may take longer than their model; beyond it a run stands for nothing."""
 
 Fidelity: TypeAlias = dict[str, Any]
 
 
 def fidelity(run_dir: Path, scenario: Scenario, num_cpus: int) -> Fidelity:
-    """CPU by whom; of an emulation also links against their rate and paced ops against their durations."""
+    """Returns the CPU time by whom; of an emulation also its links against their rate and its paced ops against their
+    durations.
+    """
     emulation = scenario.emulation
     cpu = _cpu(list(read_samples(run_dir / CPU, CpuSample)), num_cpus)
     if emulation is None:
@@ -42,7 +44,7 @@ def fidelity(run_dir: Path, scenario: Scenario, num_cpus: int) -> Fidelity:
 
 
 def _buffers_s(scenario: Scenario, link_bytes_per_s: BytesPerSecond) -> Seconds | None:
-    """How long the link takes for what a checkpoint has underway: what is sent in one go, and what its socket holds.
+    """Returns how long the link takes for the bytes underway: those sent in one go, and those that its socket holds.
 
     The kernel doubles what a socket asks for. Links paced in user space take a quantum at a time, and none ahead.
     """
@@ -57,7 +59,7 @@ def _buffers_s(scenario: Scenario, link_bytes_per_s: BytesPerSecond) -> Seconds 
 
 
 def fidelity_faults(figures: Fidelity, advice: str = "set cluster.iteration_s higher") -> list[str]:
-    """In what way an emulation does not stand for what it models."""
+    """Returns in what ways an emulation does not stand for what it models; none if it does."""
     faults = []
     rates = [figures.get(f"link_rate_frac_{edge}") for edge in ("min", "max")]
     if any(rate is not None and abs(rate - 1) > MAX_RATE_ERROR for rate in rates):

@@ -1,4 +1,4 @@
-"""What planning made of a run's checkpoint traffic and what it took, computed from samples and from nothing else."""
+"""Figures of planning: its share of a run's checkpoint traffic and what it took, computed from samples alone."""
 
 from __future__ import annotations
 

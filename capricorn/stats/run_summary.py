@@ -99,7 +99,7 @@ def _sightings(run: RunSamples) -> list[IterationSample | EventSample]:
 
 
 def _persists(run: RunSamples) -> Summary:
-    """Returns the checkpoints on disk as rank 0 saw them, which completes them."""
+    """Returns the checkpoints of the persistent tier as rank 0 saw them, which completes them."""
     first = [sighting for sighting in _sightings(run) if sighting.rank == 0]
     return {key: sum(getattr(sighting, key) for sighting in first) for key in PERSISTS}
 

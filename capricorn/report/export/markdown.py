@@ -10,7 +10,7 @@ from capricorn.report.columns import columns_of
 from capricorn.report.text import LEGEND, caption, remarks, title
 
 _MARKS = re.compile(r"([\\`*|<]|~(?=~)|(?<=])\(|(?<!\w)_|_(?!\w))")
-"""What Markdown would not print as it is."""
+"""Characters that Markdown would not print as they are."""
 
 
 def as_markdown(comparisons: Sequence[Comparison]) -> str:

@@ -19,7 +19,7 @@ TEMPLATE = "page.html"
 
 
 def as_html(comparisons: Sequence[Comparison], pictures: Sequence[Sequence[Picture]]) -> str:
-    """The page of these comparisons, each with its pictures; it loads nothing and runs no script."""
+    """Returns the page of these comparisons, each with its pictures; it loads nothing and runs no script."""
     source = resources.files(__package__).joinpath(TEMPLATE).read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     names = slugs(comparisons)

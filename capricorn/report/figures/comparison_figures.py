@@ -21,7 +21,7 @@ GB = 1e9
 
 
 def pictures(comparison: Comparison, folders: Mapping[str, Sequence[Path]]) -> list[Picture]:
-    """All figures for which the runs recorded what they show.
+    """Returns all figures for which the runs recorded what they show.
 
     Raises:
         ConfigError: a run is damaged, or was made in another mode than the comparison.
@@ -44,7 +44,7 @@ def _ids(systems: Sequence[Shown]) -> tuple[str, ...]:
 
 
 def draw_iterations(comparison: Comparison, systems: Sequence[Shown]) -> Picture:
-    """Box plot of the iteration time of each system."""
+    """Draws a box plot of the iteration time of each system."""
     unit = TimeUnit.of(max(float(each.durations_s.max()) for each in systems))
     figure, axes = rows_axes([each.label for each in systems])
     medians = []
@@ -69,7 +69,7 @@ def draw_iterations(comparison: Comparison, systems: Sequence[Shown]) -> Picture
 
 
 def _box(axes: Axes, row: int, values: np.ndarray, face: str) -> None:
-    """Drawn by hand: how boxplot is told to lie flat depends on the version of matplotlib."""
+    """Draws a box by hand: how boxplot is told to lie flat depends on the version of matplotlib."""
     low, middle, high = np.quantile(values, [0.25, 0.5, 0.75])
     reach = 1.5 * (high - low)
     inside = values[(values >= low - reach) & (values <= high + reach)]
@@ -82,7 +82,7 @@ def _box(axes: Axes, row: int, values: np.ndarray, face: str) -> None:
 
 
 def draw_stalls(comparison: Comparison, systems: Sequence[Shown]) -> Picture:
-    """Bars of the median stall, with a line to the 95th percentile."""
+    """Draws bars of the median stall, with a line to the 95th percentile."""
     stalls_s = [np.quantile(each.stalls_s, [0.5, 0.95]).tolist() for each in systems]
     unit = TimeUnit.of(max(p95 for _, p95 in stalls_s))
     figure, axes = rows_axes([each.label for each in systems])
@@ -108,7 +108,7 @@ def draw_stalls(comparison: Comparison, systems: Sequence[Shown]) -> Picture:
 
 
 def draw_slowdowns(comparison: Comparison, systems: Sequence[Shown]) -> Picture | None:
-    """Each slowdown with its interval, and a line at 1; None if none is known."""
+    """Draws each slowdown with its interval, and a line at 1; None if none is known."""
     known = [each for each in systems if each.row.slowdown is not None and each.row.system != BASE]
     if not known:
         return None
@@ -142,7 +142,7 @@ def draw_slowdowns(comparison: Comparison, systems: Sequence[Shown]) -> Picture 
 
 
 def draw_memory(comparison: Comparison, systems: Sequence[Shown]) -> Picture:
-    """Bars of resident memory, and on top of it what the stores hold."""
+    """Draws bars of resident memory, and on top of it what the stores hold."""
     figure, axes = rows_axes([each.label for each in systems])
     words = []
     for row, each in enumerate(systems):
@@ -173,7 +173,7 @@ def draw_memory(comparison: Comparison, systems: Sequence[Shown]) -> Picture:
 
 
 def draw_loads(comparison: Comparison, systems: Sequence[Shown]) -> Picture | None:
-    """Heat map of the share of tokens of each expert over iterations; None if no run recorded loads."""
+    """Draws a heat map of the share of tokens of each expert over iterations; None if no run recorded loads."""
     loads = most_skewed(systems)
     if loads is None:
         return None

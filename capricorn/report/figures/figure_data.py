@@ -1,4 +1,4 @@
-"""What the exported figures show, read from the raw samples of the runs of a comparison. Draws nothing."""
+"""The data that exported figures show, read from the raw samples of the runs of a comparison. Draws nothing."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Shown:
 
     @property
     def stalls_s(self) -> npt.NDArray[np.float64]:
-        """How long training waited in each of them."""
+        """How long training waited in each steady iteration of its runs."""
         return np.array([each.stall_s for run in self.runs for each in run.steady])
 
 
 def read_shown(comparison: Comparison, folders: Mapping[str, Sequence[Path]]) -> list[Shown]:
-    """The systems of a comparison that measured something, in its order.
+    """Returns the systems of a comparison that measured something, in its order.
 
     Raises:
         ConfigError: a run is damaged, or was made in another mode than the comparison.
@@ -70,7 +70,7 @@ def _read(row: ComparisonRow, folders: Sequence[Path], comparison: Comparison) -
 
 
 class Memory(NamedTuple):
-    """At the most, of all ranks together, in the run that took most."""
+    """The most that all ranks together took, in the run that took most."""
 
     rss_bytes: Bytes
     store_bytes: Bytes
@@ -85,18 +85,18 @@ def memory_of(shown: Shown) -> Memory:
 
 
 class Timeline(NamedTuple):
-    """What one rank of one run did in one iteration."""
+    """The ops and transfers of one rank of one run in one iteration."""
 
     run_id: str
     iteration: int
     rank: int
     duration_s: Seconds
-    """Of the iteration, on its slowest rank."""
+    """How long the iteration lasted on its slowest rank."""
     ops: Sequence[OpSample]
 
 
 def typical_timelines(systems: Sequence[Shown]) -> dict[str, Timeline]:
-    """By label, one sampled iteration of the first rank: that in which it took nearest to its usual time.
+    """Returns by label one sampled iteration of the first rank: that which took nearest to its usual time.
 
     It is the same iteration of all systems, of whichever of their runs, if there is one that all have sampled.
     """
@@ -117,12 +117,12 @@ def typical_timelines(systems: Sequence[Shown]) -> dict[str, Timeline]:
 
 
 def _unusual(duration_s: Seconds, usual_s: Seconds) -> float:
-    """How far the one is from the other: half and double are equally far."""
+    """Returns how far the one is from the other: half and double are equally far."""
     return abs(math.log(duration_s / usual_s))
 
 
 def _sampled(shown: Shown, usual_s: Seconds) -> dict[int, Timeline]:
-    """By iteration its most usual timeline in any run."""
+    """Returns by iteration its most usual timeline in any run."""
     best: dict[int, Timeline] = {}
     for folder, run in zip(shown.folders, shown.runs, strict=True):
         for iteration, timeline in _sampled_in(folder, run).items():
@@ -132,7 +132,7 @@ def _sampled(shown: Shown, usual_s: Seconds) -> dict[int, Timeline]:
 
 
 def _sampled_in(folder: Path, run: MeasuredRun) -> dict[int, Timeline]:
-    """By steady iteration the timeline of the first rank; of a redone one the last."""
+    """Returns by steady iteration the timeline of the first rank; of a redone one the last."""
     first = min((rank for _, rank in run.losses), default=0)
     durations_s = run.durations_s
     found: dict[int, Timeline] = {}
@@ -153,7 +153,7 @@ class LayerLoads(NamedTuple):
     layer: int
     first_iteration: int
     share_EI: npt.NDArray[np.float64]
-    """By expert and iteration; not a number where an iteration has no record."""
+    """[E, I] experts and iterations; not a number where an iteration has no record."""
     skew: float
     """Tokens of the busiest expert / mean of all, averaged over iterations."""
 

@@ -1,4 +1,4 @@
-"""How planning policies compare, trained or replayed: their rows, and one table of them."""
+"""A comparison of planning policies, trained or replayed: their rows, and one table of them."""
 
 from __future__ import annotations
 
@@ -35,31 +35,31 @@ class Row(FrozenModel):
     slowdown: float | None
     slowdown_ci: Interval | None = None
     profiled_frac: float | None = None
-    """Of the iterations, those that were measured."""
+    """The share of iterations that were profiled."""
     accuracy_frac: float | None = None
-    """Of the bytes planned into idle spans, those that left in them."""
+    """The share of the bytes planned into idle spans that left in them."""
     collision_frac: float | None = None
-    """Of the time without checkpoints, by how much communication was delayed."""
+    """The delay of communication, as a share of the time without checkpoints."""
     overflow_frac: float | None = None
-    """Of the time without checkpoints, how long updates waited for what was left."""
+    """The time in which updates waited for what was left, as a share of the time without checkpoints."""
     runs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Ablation:
-    """What a comparison of policies came to."""
+    """The result of a comparison of policies."""
 
     mode: Mode
     rows: tuple[Row, ...]
     caption: str
     references: Mapping[float, Mapping[str, float]] = field(default_factory=dict)
-    """By rho and name: slowdowns to compare with."""
+    """Slowdowns to compare with, by rho and name."""
     faults: tuple[str, ...] = ()
-    """What is wrong with its runs."""
+    """Faults of its runs."""
     runs: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """The same for machines."""
+        """Returns the ablation as machines read it."""
         references = [
             {"name": name, "rho": rho, "slowdown": slowdown}
             for rho, each in self.references.items()
@@ -71,7 +71,7 @@ class Ablation:
 
 
 def simulated(policy: PlannerConfig, rho: float, outcome: ReplayOutcome) -> Row:
-    """The row of a replay."""
+    """Returns the row of a replay."""
     return Row(
         **_named(policy),
         rho=rho,
@@ -84,7 +84,7 @@ def simulated(policy: PlannerConfig, rho: float, outcome: ReplayOutcome) -> Row:
 
 
 def compared(policy: PlannerConfig, records: Sequence[RunRecord | None], base: Sequence[RunRecord | None]) -> Row:
-    """The row of a policy's runs, each paired with the run without checkpoints of the same repeat.
+    """Returns the row of a policy's runs, each paired with the run without checkpoints of the same repeat.
 
     Both are by repeat, None where a run has no record; one may be longer, if the comparison was cut short. No figure
     counts of a run whose verdict is not ok.
@@ -108,12 +108,12 @@ def compared(policy: PlannerConfig, records: Sequence[RunRecord | None], base: S
 
 
 def _iteration_s(record: RunRecord | None) -> float | None:
-    """Of a run that went well."""
+    """Returns the median iteration of a run that went well."""
     return record.summary["iteration_s_p50"] if record is not None and record.verdict == "ok" else None
 
 
 def bootstrap(ratios: Sequence[float]) -> Interval | None:
-    """The interval that holds the geometric mean of such ratios; None of less than two.
+    """Returns the interval that holds the geometric mean of such ratios; None for less than two.
 
     Source: Efron, "Bootstrap methods: another look at the jackknife" (1979); the percentile interval.
     """
@@ -130,7 +130,7 @@ def _named(policy: PlannerConfig) -> dict[str, Any]:
 
 
 def _mean(key: str, summaries: Sequence[Mapping[str, Any]]) -> float | None:
-    """The mean of a figure over the runs that have it."""
+    """Returns the mean of a figure over the runs that have it."""
     values = [value for summary in summaries if (value := summary.get(key)) is not None]
     return float(np.mean(values)) if values else None
 
@@ -139,7 +139,7 @@ def _mean(key: str, summaries: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def ablation_table(ablation: Ablation, *, caption: bool = True) -> RenderableType:
-    """A row for each policy, with its slowdown at each rho; then the references, and what is wrong."""
+    """Shows a row for each policy, with its slowdown at each rho; then the references, and what is wrong."""
     by_rho: dict[float | None, dict[str, Row]] = {}
     for row in ablation.rows:
         by_rho.setdefault(row.rho, {})[_key(row)] = row

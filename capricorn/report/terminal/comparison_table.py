@@ -1,4 +1,4 @@
-"""What people see of a comparison, in 80 columns, 60 columns or a pipe. Computes nothing."""
+"""A comparison for a terminal of 60 columns or more, or a pipe. Computes nothing."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What is known before anything starts, for a terminal: the bytes a scenario takes, what an emulation stands for, and
-whether this machine suffices. Computes nothing.
+"""Plans for a terminal, before anything starts: the bytes a scenario takes, the cluster that an emulation stands for,
+and whether this machine suffices. Computes nothing.
 """
 
 from __future__ import annotations

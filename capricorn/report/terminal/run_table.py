@@ -109,10 +109,10 @@ def _checkpoints(s: Mapping[str, Any]) -> str:
 
 
 def _persists(s: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns what became of checkpoints that were to go to disk; nothing where none were, nor for older records."""
+    """Returns what became of checkpoints for the persistent tier; nothing where none were, nor for older records."""
     words = {"persisted": "complete", "skipped_persists": "skipped while busy", "failed_persists": "failed"}
     told = [f"{s[key]} {word}" for key, word in words.items() if s.get(key)]
-    return [("on disk", ", ".join(told))] if told else []
+    return [("persistent tier", ", ".join(told))] if told else []
 
 
 def _moved(s: Mapping[str, Any]) -> str:
