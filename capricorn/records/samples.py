@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from pydantic import ValidationError
 
@@ -161,6 +161,10 @@ class EventSample(FrozenModel):
     load_s: Seconds = 0.0
 
 
+RECOVERY_PHASES: Final = ("detect_s", "restart_s", "agree_s", "fetch_s", "load_s", "first_iteration_s")
+"""Phases of a recovery, in the order they happen."""
+
+
 class RecoverySample(FrozenModel):
     """One failure and the way back; phases in seconds, in the order they happen."""
 
@@ -181,6 +185,11 @@ class RecoverySample(FrozenModel):
     load_s: Seconds
     first_iteration_s: Seconds | None
     """None if a failure came before its end."""
+
+    @property
+    def phases_s(self) -> dict[str, Seconds]:
+        """How long each phase took; 0 if it did not come to its end."""
+        return {phase: float(getattr(self, phase) or 0.0) for phase in RECOVERY_PHASES}
 
 
 class Environment(FrozenModel):

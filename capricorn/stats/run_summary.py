@@ -114,11 +114,10 @@ def _complete(run: RunSamples) -> set[int]:
 
 
 def _recoveries(run: RunSamples) -> Summary:
-    phases = ("detect_s", "restart_s", "agree_s", "fetch_s", "load_s", "first_iteration_s")
     return {
         "recoveries": len(run.recoveries),
         "lost_iterations": sum(recovery.lost_iterations for recovery in run.recoveries),
-        "recovery_s": float(sum(getattr(recovery, phase) or 0.0 for recovery in run.recoveries for phase in phases)),
+        "recovery_s": float(sum(seconds for recovery in run.recoveries for seconds in recovery.phases_s.values())),
         "faults_struck": sum(event.event == "fault" for event in run.events),
     }
 

@@ -14,8 +14,6 @@ from capricorn.report.terminal.grid import pairs, plain_table
 from capricorn.report.text import describe, format_figure, format_percent, format_size, format_time
 from capricorn.units import count_noun, format_bytes, format_rate
 
-PHASES = ("detect", "restart", "agree", "fetch", "load", "first_iteration")
-
 
 def run_table(record: RunRecord, recoveries: Sequence[RecoverySample] = ()) -> RenderableType:
     """Shows the result of one run, its recoveries and its verdict."""
@@ -121,12 +119,14 @@ def _moved(s: Mapping[str, Any]) -> str:
 
 
 def _recovery(recovery: RecoverySample) -> str:
-    durations = {phase: float(getattr(recovery, f"{phase}_s") or 0.0) for phase in PHASES}
-    phases = ", ".join(f"{phase.replace('_', ' ')} {format_time(value)}" for phase, value in durations.items())
+    phases = ", ".join(
+        f"{phase.removesuffix('_s').replace('_', ' ')} {format_time(value)}"
+        for phase, value in recovery.phases_s.items()
+    )
     sources = ", ".join(sorted(set(recovery.sources))) or "nothing"
     return (
         f"{recovery.what}: back to {recovery.resumed_iteration} from {sources}, lost {recovery.lost_iterations}; "
-        f"{format_time(sum(durations.values()))} = {phases}"
+        f"{format_time(sum(recovery.phases_s.values()))} = {phases}"
     )
 
 
