@@ -15,7 +15,7 @@ from capricorn.compare.compare_record import (
     settings_of,
 )
 from capricorn.compare.measured_run import MeasuredRun, is_checkpointing, loss_faults
-from capricorn.compare.paired_ratio import Durations, Ratio, paired_ratio, unpaired
+from capricorn.compare.paired_ratio import Durations, Interval, Ratio, paired_ratio, unpaired
 from capricorn.config.fields import FrozenModel
 from capricorn.config.scenario import Scenario
 from capricorn.errors import ConfigError
@@ -30,7 +30,6 @@ SHARES = {BASE: "slowdown", OURS: "speedup of Capricorn"}
 
 Runs: TypeAlias = Mapping[str, Sequence[MeasuredRun | None]]
 """Runs by label of a variant and by repeat; None where one is missing."""
-Interval: TypeAlias = tuple[float, float]
 
 
 class ComparisonRow(FrozenModel):

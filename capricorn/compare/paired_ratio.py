@@ -13,6 +13,7 @@ from capricorn.units import Seconds
 RESAMPLES = 2000
 LEVEL = 0.95
 
+Interval: TypeAlias = tuple[float, float]
 Durations: TypeAlias = Mapping[int, Seconds]
 """How long each iteration of one run took."""
 Pair: TypeAlias = npt.NDArray[np.float64]
@@ -23,7 +24,7 @@ class Ratio(NamedTuple):
     """Time of one system / time of the other, and the interval that holds it with 95 % confidence."""
 
     value: float
-    ci: tuple[float, float]
+    ci: Interval
 
 
 def paired_ratio(ours: Sequence[Durations | None], theirs: Sequence[Durations | None]) -> Ratio | None:
@@ -38,11 +39,18 @@ def paired_ratio(ours: Sequence[Durations | None], theirs: Sequence[Durations | 
         return None
     ours_s, theirs_s = sum(pair.sum(1) for pair in pairs)
     value = float(ours_s / theirs_s)
-    # Logarithms, so that the interval of the inverse ratio is the inverse interval.
-    edges = np.quantile(np.log(_resampled(pairs)), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    low, high = map(float, np.exp(edges))
+    low, high = interval_of(np.log(_resampled(pairs)))
     # Rounding alone may put the value outside where all resamples are alike.
     return Ratio(value, (min(low, value), max(high, value)))
+
+
+def interval_of(logs: npt.NDArray[np.float64]) -> Interval:
+    """Returns the interval that holds a ratio with 95 % confidence, by the logarithms of its resamples.
+
+    By logarithms the interval of the inverse ratio is the inverse interval.
+    """
+    low, high = np.exp(np.quantile(logs, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]))
+    return float(low), float(high)
 
 
 def unpaired(ours: Sequence[Durations | None], theirs: Sequence[Durations | None]) -> list[int]:

@@ -1,1 +1,1 @@
-"""From raw samples to tables and figures; the only user of pandas and matplotlib."""
+"""From raw samples to tables and figures: the only user of matplotlib."""

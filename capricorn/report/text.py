@@ -13,7 +13,8 @@ from capricorn.config.scenario import Scenario
 from capricorn.units import Bytes, Seconds, format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from capricorn.compare.comparison import Comparison, Interval
+    from capricorn.compare.comparison import Comparison
+    from capricorn.compare.paired_ratio import Interval
 
 NONE = "-"
 """Stands for what is not known."""

@@ -8,7 +8,8 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from capricorn.compare.comparison import Comparison, ComparisonRow, Interval
+from capricorn.compare.comparison import Comparison, ComparisonRow
+from capricorn.compare.paired_ratio import Interval
 from capricorn.errors import ConfigError
 from capricorn.report.text import title
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from capricorn.compare.paired_ratio import RESAMPLES, Interval, interval_of
 from capricorn.config.fields import FrozenModel
 from capricorn.config.planner import PlannerConfig
 from capricorn.records.samples import Mode, RunRecord
@@ -18,11 +19,6 @@ from capricorn.report.text import NONE, format_figure, format_percents
 
 if TYPE_CHECKING:
     from capricorn.simulate.replay import ReplayOutcome
-
-RESAMPLES = 2000
-LEVEL = 0.95
-
-Interval: TypeAlias = tuple[float, float]
 
 
 class Row(FrozenModel):
@@ -121,8 +117,7 @@ def bootstrap(ratios: Sequence[float]) -> Interval | None:
         return None
     logs = np.log(ratios)
     means = np.random.default_rng(0).choice(logs, (RESAMPLES, len(logs))).mean(1)
-    low, high = np.exp(np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]))
-    return float(low), float(high)
+    return interval_of(means)
 
 
 def _named(policy: PlannerConfig) -> dict[str, Any]:
