@@ -115,7 +115,7 @@ def compare_within(label: str, runs: Runs, scenario: Scenario) -> Comparison:
         rows=rows,
         runs=tuple(run.record.run_id for run in measured),
         # The order of sums is not fixed on other devices.
-        notes=(*_unknown(runs), *_unrepeated(runs), *_hosts(measured), *([] if on_cpu else losses)),
+        notes=(*_unknown(runs), *_unrepeated(runs), *_machines(measured), *([] if on_cpu else losses)),
     )
 
 
@@ -229,7 +229,7 @@ def _unrepeated(runs: Runs) -> list[str]:
     return ["one run of each: intervals leave out how one run differs from the next; use --repeats"] if is_once else []
 
 
-def _hosts(runs: Sequence[MeasuredRun]) -> list[str]:
+def _machines(runs: Sequence[MeasuredRun]) -> list[str]:
     hosts = sorted({run.record.environment.host for run in runs})
     return [f"runs of several machines: {', '.join(hosts)}"] if len(hosts) > 1 else []
 

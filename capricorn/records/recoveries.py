@@ -41,8 +41,8 @@ def _recovery(
     ready_s = min(e.at_s for e in events if e.event == "ready" and e.attempt == attempt)
     detected_s = min((e.at_s for e in failures), default=faults[-1].at_s if faults else ready_s)
     # The last one before it was noticed: earlier ones may have done no harm.
-    struck = [e for e in faults if e.at_s <= detected_s]
-    causes = [max(struck, key=lambda event: event.at_s)] if struck else faults
+    before_it = [e for e in faults if e.at_s <= detected_s]
+    causes = [max(before_it, key=lambda event: event.at_s)] if before_it else faults
     fault_s = min((e.at_s for e in causes), default=detected_s)
     resumed = next((e for e in events if e.event == "resumed" and e.attempt == attempt), None)
     iteration = resumed.iteration if resumed is not None else 0
