@@ -108,7 +108,7 @@ class PlannedRun(FrozenModel):
     variant: str
     """The label of the variant."""
     repeat: int
-    """From 1."""
+    """Number of the repeat, from 1."""
     run_id: str = ""
     """The id of its newest start; empty before the first."""
     failure: str = ""

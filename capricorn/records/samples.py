@@ -107,7 +107,7 @@ class PaceSample(FrozenModel):
     errors_s: list[Seconds]
     """How late each op ended that was stretched to its time."""
     overruns_s: dict[str, Seconds]
-    """By how much ops exceeded their model, by op; only of those that did."""
+    """Time by which ops exceeded their model, by op; only of those that did."""
 
 
 class LinkSample(FrozenModel):

@@ -15,9 +15,9 @@ class Column(NamedTuple):
     """A column of a table for people."""
 
     head: str
-    """In a document, on one or two lines."""
+    """Its head in a document, on one or two lines."""
     short: str
-    """In a terminal, where a legend stands below."""
+    """Its head in a terminal, where a legend stands below."""
     cell: Callable[[ComparisonRow], str]
     is_figure: bool = True
     """Whether it holds figures, which are aligned to the right."""

@@ -111,7 +111,7 @@ class SimulatedTraining:
 
     @property
     def idle_s(self) -> Floats:
-        """For how long the link is idle in each iteration [I]."""
+        """How long the link is idle in each iteration [I]."""
         total_s: Floats = self.spans_s.sum(1)
         return total_s
 

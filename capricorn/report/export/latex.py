@@ -10,7 +10,7 @@ from capricorn.report.columns import COLUMNS, Column
 from capricorn.report.text import DIFFERS_NOT, LEGEND, NO_DIFFERENCE, caption, remarks, slugs, title
 
 MAX_RUNS = 6
-"""That a caption names; of more it says how many."""
+"""Most runs that a caption names; of more it says how many."""
 
 _ESCAPES = {
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "&": r"\&", "%": r"\%", "#": r"\#", "_": r"\_",

@@ -41,7 +41,7 @@ COLOURS = {
 Tol, "Colour schemes" (2021).
 """
 SPARE = ("#44aa99", "#aa4499", "#ddcc77", "#117733")
-"""For systems that have no colour of their own."""
+"""Colours of systems that have none of their own."""
 
 INK, FAINT = "#1c2128", "#c9ced6"
 """Colours of text and axes, and of lines that only guide the eye; no system's, so that a page can replace them."""
@@ -60,7 +60,7 @@ _METADATA: dict[str, dict[str, Any]] = {
     PDF: {"CreationDate": None},
     PNG: {"Software": None},
 }
-"""Without what differs from one drawing of the same data to the next."""
+"""Metadata of files, without what differs from one drawing of the same data to the next."""
 
 
 @dataclass(frozen=True, slots=True)
