@@ -19,7 +19,7 @@ from .output import console, print_json
 def doctor(scenario: Scenario, as_json: bool) -> int:
     """Check devices, memory, tmpfs, limits and systems against what a scenario needs."""
     from capricorn.launch.preflight import checks
-    from capricorn.report.terminal.tables import checks_table, plan_table
+    from capricorn.report.terminal.plan_table import checks_table, plan_table
     from capricorn.sizing.memory import needs_of
 
     found = checks(scenario)

@@ -156,7 +156,8 @@ def _num_owners(folder: StoreFolder) -> int:
 def _show(
     record: RunRecord | None, folder: Path, store: StoreFolder | None, found: Sequence[Found], iterations: list[int]
 ) -> None:
-    from capricorn.report.terminal.tables import copies_table, run_table
+    from capricorn.report.terminal.listing import copies_table
+    from capricorn.report.terminal.run_table import run_table
 
     out = console()
     if record:

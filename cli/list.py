@@ -35,7 +35,7 @@ def list_names(what: str | None, as_json: bool) -> int:
         names = {kind: list(details) for kind, details in found.items()}
         print_json(names | {"details": {name: facts for details in found.values() for name, facts in details.items()}})
         return 0
-    from capricorn.report.terminal.tables import names_table
+    from capricorn.report.terminal.listing import names_table
 
     for kind, details in found.items():
         console().print(names_table(kind, details))

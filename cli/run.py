@@ -88,7 +88,7 @@ def _show(records: dict[Path, RunRecord], repeats: int, as_json: bool, quiet: bo
 
 
 def _print_tables(records: dict[Path, RunRecord], repeats: int) -> None:
-    from capricorn.report.terminal.tables import repeats_table, run_table
+    from capricorn.report.terminal.run_table import repeats_table, run_table
 
     out = console()
     if repeats > 1:
@@ -101,14 +101,14 @@ def _print_tables(records: dict[Path, RunRecord], repeats: int) -> None:
 
 
 def _show_needs(scenario: Scenario) -> None:
-    from capricorn.report.terminal.tables import plan_table
+    from capricorn.report.terminal.plan_table import plan_table
 
     console().print(plan_table(scenario, needs_of(scenario, cuda=False)))
 
 
 def _show_plan(scenario: Scenario, as_json: bool) -> None:
     from capricorn.launch.preflight import checks
-    from capricorn.report.terminal.tables import checks_table, plan_table
+    from capricorn.report.terminal.plan_table import checks_table, plan_table
 
     needs, found = needs_of(scenario, cuda=scenario.cluster.device == "cuda"), checks(scenario)
     config = scenario.model_dump(mode="json")

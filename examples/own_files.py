@@ -1,6 +1,6 @@
 """A system of one's own that writes files: each rank puts the raw bytes of its tensors into one file.
 
-    capricorn-bench run --model mixtral-tiny --system examples/own_files.py:RawFiles
+capricorn-bench run --model mixtral-tiny --system examples/own_files.py:RawFiles
 """
 
 from __future__ import annotations

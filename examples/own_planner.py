@@ -1,6 +1,6 @@
 """Replicates as capricorn does, with a planner of its own: spans profiled every few iterations, filled to a part.
 
-    capricorn-bench run --model mixtral-tiny --system examples/own_planner.py:Refill --set system.options.fill=0.6
+capricorn-bench run --model mixtral-tiny --system examples/own_planner.py:Refill --set system.options.fill=0.6
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,8 @@ from capricorn.planner.gemini_planner import partition
 
 
 class RefillOptions(BaseModel):
+    """Checked by `--set system.options.KEY=VALUE`."""
+
     fill: float = Field(default=0.8, gt=0, le=1, description="part of each idle span that is filled")
     interval: int = Field(default=10, gt=0, description="iterations between two profiles")
 

@@ -44,6 +44,7 @@ from capricorn.records.samples import (
     write_run,
 )
 from capricorn.runtime.store.node_store import RunLock, find_stores
+from capricorn.stats.run_summary import STORE, summarize
 from capricorn.systems.registry import short_name
 from capricorn.systems.settings import file_settings_of
 from capricorn.trainer.data import prepare
@@ -246,9 +247,6 @@ def _finish_record(job: Job, started: datetime) -> None:
 
 
 def _write_record(job: Job, started: datetime) -> None:
-    # pandas takes a while to import and is needed by nothing before.
-    from capricorn.stats.run_summary import STORE
-
     stores = [store for store in find_stores(job.store_dir.parent) if store.path == job.store_dir]
     (job.run_dir / STORE).write_text(json.dumps({"store_bytes": sum(store.num_bytes for store in stores)}))
     write_recoveries(job.run_dir)
@@ -257,8 +255,6 @@ def _write_record(job: Job, started: datetime) -> None:
 
 def record_of(job: Job, run_dir: Path, started: datetime) -> RunRecord:
     """The record of what a run has written so far."""
-    from capricorn.stats.run_summary import summarize
-
     facts = environment(job.scenario.cluster.device)
     summary, verdict = summarize(run_dir, job.scenario, facts.num_cpus)
     return RunRecord(

@@ -1,12 +1,10 @@
-"""What a comparison of systems came to: a row for each, computed from the samples of its runs and from nothing else."""
+"""The result of a comparison: a row for each system, computed from the samples of its runs and from nothing else."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
-
-import pandas as pd
 
 from capricorn.compare.compare_record import (
     BASE,
@@ -16,30 +14,29 @@ from capricorn.compare.compare_record import (
     require_same_checkpoints,
     require_same_work,
 )
-from capricorn.compare.measured import Measured, is_checkpointing, loss_faults
-from capricorn.compare.paired import Durations, Ratio, paired_ratio, unpaired
+from capricorn.compare.measured_run import MeasuredRun, is_checkpointing, loss_faults
+from capricorn.compare.paired_ratio import Durations, Interval, Ratio, paired_ratio, unpaired
 from capricorn.config.fields import FrozenModel
 from capricorn.config.scenario import Scenario
 from capricorn.errors import ConfigError
 from capricorn.records.samples import Mode
-from capricorn.stats.numbers import number, quantile
+from capricorn.stats.numbers import quantile, ratio
 from capricorn.systems.registry import recorded
 from capricorn.units import Bytes, Seconds
 
 OURS = "capricorn"
 SHARES = {BASE: "slowdown", OURS: "speedup of Capricorn"}
-"""By system the ratio in which it is the other one."""
+"""Names of the ratios, by the system that the others are compared with."""
 
-Runs: TypeAlias = Mapping[str, Sequence[Measured | None]]
-"""By label of a variant, its runs by repeat; None where one is missing."""
-Interval: TypeAlias = tuple[float, float]
+Runs: TypeAlias = Mapping[str, Sequence[MeasuredRun | None]]
+"""Runs by label of a variant and by repeat; None where one is missing."""
 
 
 class ComparisonRow(FrozenModel):
     """One system with its settings; None is not known."""
 
     label: str
-    """As it was asked for: the system, with the settings that are its own."""
+    """The variant as it was asked for: the system, with the settings that are its own."""
     system: str
     iteration_s_p50: Seconds | None
     stall_s_p50: Seconds | None
@@ -55,9 +52,9 @@ class ComparisonRow(FrozenModel):
     store_bytes: Bytes | None
     sent_bytes_per_iteration: float | None
     tiers: tuple[str, ...] = ()
-    """It restores from these."""
+    """The tiers that it restores from."""
     notes: tuple[str, ...] = ()
-    """What was chosen for it: a tuned factor, where it writes, whether it fsyncs; and its runs that are in no ratio."""
+    """Remarks: a tuned factor, where it writes, whether it fsyncs; and its runs that are in no ratio."""
     runs: tuple[str, ...] = ()
 
 
@@ -65,27 +62,29 @@ class Comparison(FrozenModel):
     """Systems that did the same work in one mode."""
 
     label: str
-    """What tells it from others of the same record; may be empty."""
+    """A name that tells it from others of the same record; may be empty."""
     mode: Mode
     what: str
     """Model, cluster, iterations and repeats in a line."""
     valid: bool
     faults: tuple[str, ...]
-    """Why it is not valid."""
+    """The reasons why it is not valid."""
     rows: tuple[ComparisonRow, ...]
     runs: tuple[str, ...]
     notes: tuple[str, ...] = ()
-    """What is to be known of it and does not speak against it."""
+    """Remarks that do not speak against it."""
 
 
 def compare_runs(label: str, runs: Mapping[str, Sequence[Path | None]]) -> Comparison:
-    """The comparison of finished runs: by label of a variant its folders by repeat, None where one is missing.
+    """Returns the comparison of finished runs: by label of a variant its folders by repeat, None where one is missing.
 
     Raises:
         ConfigError: there is no run, one is damaged, or they did not do the same work in the same mode, or did not make
             the same checkpoints.
     """
-    read = {variant: [Measured.read(each) if each else None for each in several] for variant, several in runs.items()}
+    read = {
+        variant: [MeasuredRun.read(each) if each else None for each in several] for variant, several in runs.items()
+    }
     records = {run.record.run_id: run.record for several in read.values() for run in several if run}
     if not records:
         raise ConfigError("there is no finished run to compare")
@@ -94,7 +93,7 @@ def compare_runs(label: str, runs: Mapping[str, Sequence[Path | None]]) -> Compa
 
 
 def compare_within(label: str, runs: Runs, scenario: Scenario) -> Comparison:
-    """The same of runs of that scenario under several systems; there may be none yet.
+    """Returns the comparison of runs of that scenario under several systems; there may be none yet.
 
     Raises:
         ConfigError: they did not do the same work in the same mode.
@@ -116,15 +115,15 @@ def compare_within(label: str, runs: Runs, scenario: Scenario) -> Comparison:
         rows=rows,
         runs=tuple(run.record.run_id for run in measured),
         # The order of sums is not fixed on other devices.
-        notes=(*_unknown(runs), *_unrepeated(runs), *_hosts(measured), *([] if on_cpu else losses)),
+        notes=(*_unknown(runs), *_unrepeated(runs), *_machines(measured), *([] if on_cpu else losses)),
     )
 
 
 # --- rows --------------------------------------------------------------------------------------------------------
 
 
-def _runs_of(system: str, runs: Runs) -> Sequence[Measured | None]:
-    """Of the variants of a system those of the first; the one without settings goes before."""
+def _runs_of(system: str, runs: Runs) -> Sequence[MeasuredRun | None]:
+    """Returns the runs of the first variant of a system; the one without settings goes before."""
     labels = sorted((label for label in runs if _system_of(label) == system), key=lambda label: label != system)
     return runs[labels[0]] if labels else []
 
@@ -133,16 +132,16 @@ def _system_of(label: str) -> str:
     return label.partition(":")[0]
 
 
-def _row(label: str, runs: Sequence[Measured | None], others: Runs, scenario: Scenario) -> ComparisonRow:
+def _row(label: str, runs: Sequence[MeasuredRun | None], others: Runs, scenario: Scenario) -> ComparisonRow:
     there = [run for run in runs if run]
-    steady = pd.concat([run.steady for run in there]) if there else pd.DataFrame(columns=["duration_s", "stall_s"])
+    steady = [iteration for run in there for iteration in run.steady]
     slowdown, speedup = (_ratio(runs, others[system]) for system in SHARES)
     summaries = [run.summary for run in there]
     return ComparisonRow(
         label=label,
         system=_system_of(label),
-        iteration_s_p50=quantile(steady["duration_s"], 50),
-        stall_s_p50=quantile(steady["stall_s"], 50),
+        iteration_s_p50=quantile((each.duration_s for each in steady), 50),
+        stall_s_p50=quantile((each.stall_s for each in steady), 50),
         slowdown=slowdown and slowdown.value,
         slowdown_ci=slowdown and slowdown.ci,
         speedup_of_capricorn=speedup and speedup.value,
@@ -151,18 +150,18 @@ def _row(label: str, runs: Sequence[Measured | None], others: Runs, scenario: Sc
         effective=sum(summary["effective"] for summary in summaries),
         peak_rss_bytes=_most("peak_rss_bytes", summaries),
         store_bytes=_most("store_bytes", summaries),
-        sent_bytes_per_iteration=number(steady["sent_bytes"].mean()) if len(steady) else None,
+        sent_bytes_per_iteration=ratio(sum(each.sent_bytes for each in steady), len(steady)),
         tiers=_tiers(there),
         notes=(*_settings(label, there, scenario), *_partnerless(runs, others)),
         runs=tuple(run.record.run_id for run in there),
     )
 
 
-def _ratio(runs: Sequence[Measured | None], base: Sequence[Measured | None]) -> Ratio | None:
+def _ratio(runs: Sequence[MeasuredRun | None], base: Sequence[MeasuredRun | None]) -> Ratio | None:
     return paired_ratio(_durations(runs), _durations(base))
 
 
-def _durations(runs: Sequence[Measured | None]) -> list[Durations | None]:
+def _durations(runs: Sequence[MeasuredRun | None]) -> list[Durations | None]:
     return [run.durations_s if run else None for run in runs]
 
 
@@ -170,8 +169,8 @@ def _most(key: str, summaries: Sequence[Mapping[str, Any]]) -> Bytes | None:
     return max((value for summary in summaries if (value := summary.get(key)) is not None), default=None)
 
 
-def _settings(label: str, runs: Sequence[Measured], scenario: Scenario) -> Iterator[str]:
-    """The settings that are its own, what they make of it, a tuned factor, and where its files go."""
+def _settings(label: str, runs: Sequence[MeasuredRun], scenario: Scenario) -> Iterator[str]:
+    """Yields the settings of its own, what they make of it, a tuned factor, and where its files go."""
     own = label.split(":")[1:]
     yield from own
     for config in (run.record.config for run in runs[:1]):
@@ -187,14 +186,14 @@ def _settings(label: str, runs: Sequence[Measured], scenario: Scenario) -> Itera
             yield f"files go to {where}, {'with' if options['fsync'] else 'without'} fsync"
 
 
-def _tiers(runs: Sequence[Measured]) -> tuple[str, ...]:
+def _tiers(runs: Sequence[MeasuredRun]) -> tuple[str, ...]:
     """Where the system of these runs restores from, as far as it is known here."""
     entry = recorded(runs[0].record.config.system.name) if runs else None
     return entry.tiers if entry else ()
 
 
 def _checkpoints(own: Sequence[str], config: Scenario, scenario: Scenario) -> Iterator[str]:
-    """What the settings of its own change in the checkpoints that are compared."""
+    """Yields what its own settings change in the checkpoints that are compared."""
     asked = {assignment.partition("=")[0] for assignment in own} & set(CHECKPOINTS)
     ours, theirs = flat_settings(config), flat_settings(scenario)
     if config.system.name != BASE:
@@ -202,8 +201,8 @@ def _checkpoints(own: Sequence[str], config: Scenario, scenario: Scenario) -> It
             yield f"makes other checkpoints than the others: {key} is {ours[key]}, theirs is {theirs[key]}"
 
 
-def _partnerless(runs: Sequence[Measured | None], others: Runs) -> Iterator[str]:
-    """Its runs that count in the medians and in no ratio."""
+def _partnerless(runs: Sequence[MeasuredRun | None], others: Runs) -> Iterator[str]:
+    """Yields which of its runs count in the medians and in no ratio."""
     for system, what in SHARES.items():
         theirs = others[system]
         alone = [runs[repeat] for repeat in unpaired(_durations(runs), _durations(theirs))] if any(theirs) else []
@@ -215,7 +214,7 @@ def _partnerless(runs: Sequence[Measured | None], others: Runs) -> Iterator[str]
 
 
 def _unrequested(runs: Runs) -> list[str]:
-    """Variants that were to checkpoint and never got to it."""
+    """Returns which variants were to checkpoint and never got to it."""
     return [
         f"{label} was to make no checkpoint in its {run.record.config.train.iterations} iterations: train longer"
         for label, each in runs.items()
@@ -231,17 +230,17 @@ def _unknown(runs: Runs) -> list[str]:
 
 
 def _unrepeated(runs: Runs) -> list[str]:
-    """That the intervals hold less than they seem to."""
+    """Returns that the intervals hold less than they seem to, if they do."""
     is_once = max(sum(run is not None for run in each) for each in runs.values()) == 1
     return ["one run of each: intervals leave out how one run differs from the next; use --repeats"] if is_once else []
 
 
-def _hosts(runs: Sequence[Measured]) -> list[str]:
+def _machines(runs: Sequence[MeasuredRun]) -> list[str]:
     hosts = sorted({run.record.environment.host for run in runs})
     return [f"runs of several machines: {', '.join(hosts)}"] if len(hosts) > 1 else []
 
 
-def _describe(scenario: Scenario, runs: Sequence[Measured], num_repeats: int) -> str:
+def _describe(scenario: Scenario, runs: Sequence[MeasuredRun], num_repeats: int) -> str:
     lengths = [run.record.config.train.iterations for run in runs] or [scenario.train.iterations]
     short, long = min(lengths), max(lengths)
     iterations = f"{long} iterations" if short == long else f"{short} to {long} iterations"

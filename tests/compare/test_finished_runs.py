@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from capricorn.compare.compare_record import CompareRecord, PlannedComparison, Variant, write_compare
-from capricorn.compare.finished import compare_planned, load_comparisons
-from capricorn.compare.results import compare_runs
+from capricorn.compare.comparison import compare_runs
+from capricorn.compare.finished_runs import compare_planned, load_comparisons
 from capricorn.config.scenario import Scenario
 from capricorn.errors import ConfigError
 from tests.cli.test_cli import cli

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import pandas as pd
+
+from capricorn.units import Seconds
 
 RESAMPLES = 2000
 LEVEL = 0.95
 
-Durations: TypeAlias = "pd.Series[Any]"
-"""Seconds by iteration, of one run."""
+Interval: TypeAlias = tuple[float, float]
+Durations: TypeAlias = Mapping[int, Seconds]
+"""How long each iteration of one run took."""
 Pair: TypeAlias = npt.NDArray[np.float64]
 """Seconds of the iterations that both runs of a repeat have, [2, iterations]."""
 
@@ -22,36 +24,43 @@ class Ratio(NamedTuple):
     """Time of one system / time of the other, and the interval that holds it with 95 % confidence."""
 
     value: float
-    ci: tuple[float, float]
+    ci: Interval
 
 
 def paired_ratio(ours: Sequence[Durations | None], theirs: Sequence[Durations | None]) -> Ratio | None:
-    """Our time over theirs, by repeat; None where a run is missing, and if no two have an iteration in common.
+    """Returns our time over theirs; None if no two runs of one repeat have an iteration in common.
 
-    Of each repeat count the iterations that both have: one system may have measured fewer, or begun later. Their sums
-    are compared, not their medians: a system that stalls in one iteration of three pays for it, and no median would
-    show that.
+    Both are by repeat, None where a run is missing. Of each repeat count the iterations that both have: one system may
+    have measured fewer, or begun later. Their sums are compared, not their medians: a system that stalls in one
+    iteration of three pays for it, and no median would show that.
     """
     pairs = list(_pairs(ours, theirs).values())
     if not pairs:
         return None
     ours_s, theirs_s = sum(pair.sum(1) for pair in pairs)
     value = float(ours_s / theirs_s)
-    # Logarithms, so that the interval of the inverse ratio is the inverse interval.
-    edges = np.quantile(np.log(_resampled(pairs)), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    low, high = map(float, np.exp(edges))
+    low, high = interval_of(np.log(_resampled(pairs)))
     # Rounding alone may put the value outside where all resamples are alike.
     return Ratio(value, (min(low, value), max(high, value)))
 
 
+def interval_of(logs: npt.NDArray[np.float64]) -> Interval:
+    """Returns the interval that holds a ratio with 95 % confidence, by the logarithms of its resamples.
+
+    By logarithms the interval of the inverse ratio is the inverse interval.
+    """
+    low, high = np.exp(np.quantile(logs, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]))
+    return float(low), float(high)
+
+
 def unpaired(ours: Sequence[Durations | None], theirs: Sequence[Durations | None]) -> list[int]:
-    """Repeats, from 0, of which there is a run of ours that is in no ratio with theirs: it has no partner."""
+    """Returns the repeats, from 0, of which our run is in no ratio with theirs, since it has no partner."""
     pairs = _pairs(ours, theirs)
     return [repeat for repeat, one in enumerate(ours) if one is not None and repeat not in pairs]
 
 
 def _pairs(ours: Sequence[Durations | None], theirs: Sequence[Durations | None]) -> dict[int, Pair]:
-    """By repeat what both measured; one of the two may have fewer repeats."""
+    """Returns by repeat what both measured; one of the two may have fewer repeats."""
     return {
         repeat: pair
         for repeat, (one, other) in enumerate(zip(ours, theirs, strict=False))
@@ -60,12 +69,12 @@ def _pairs(ours: Sequence[Durations | None], theirs: Sequence[Durations | None])
 
 
 def _common(ours: Durations, theirs: Durations) -> Pair:
-    both = ours.index.intersection(theirs.index)
-    return np.stack([ours.loc[both].to_numpy(float), theirs.loc[both].to_numpy(float)])
+    both = [iteration for iteration in ours if iteration in theirs]
+    return np.array([[each[iteration] for iteration in both] for each in (ours, theirs)])
 
 
 def _resampled(pairs: Sequence[Pair]) -> npt.NDArray[np.float64]:
-    """The ratio in each of many resamples: as many repeats, drawn anew, and of each as many of its iterations.
+    """Returns the ratio in each of many resamples: as many repeats, drawn anew, and of each as many of its iterations.
 
     Two levels, since iterations of one run are alike in what was slow or fast about that run.
     Source: Efron & Tibshirani, "An Introduction to the Bootstrap" (1993), sections 8.4 and 13.3.

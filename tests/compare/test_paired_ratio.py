@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
-import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from capricorn.compare.paired import Durations, paired_ratio, unpaired
+from capricorn.compare.paired_ratio import Durations, paired_ratio, unpaired
 
 Runs: TypeAlias = list[dict[int, float]]
 """Seconds by iteration, of each repeat."""
@@ -21,12 +20,8 @@ runs = st.lists(st.dictionaries(st.integers(1, 40), seconds, min_size=1, max_siz
 checked = settings(max_examples=40, deadline=None)
 
 
-def series(repeats: Sequence[dict[int, float] | None]) -> list[Durations | None]:
-    return [None if each is None else pd.Series(each, dtype=float) for each in repeats]
-
-
-def ratio(ours: Sequence[dict[int, float] | None], theirs: Sequence[dict[int, float] | None]) -> Any:
-    return paired_ratio(series(ours), series(theirs))
+def ratio(ours: Sequence[Durations | None], theirs: Sequence[Durations | None]) -> Any:
+    return paired_ratio(ours, theirs)
 
 
 @st.composite
@@ -95,8 +90,8 @@ def test_only_iterations_that_both_have_are_compared() -> None:
 
 
 def test_runs_in_no_ratio_are_those_without_a_partner_of_their_repeat() -> None:
-    ours = series([{1: 2.0}, {1: 2.0}, None, {1: 2.0}, {1: 2.0}])
-    theirs = series([{1: 1.0}, None, {1: 1.0}, {2: 1.0}])
+    ours: list[Durations | None] = [{1: 2.0}, {1: 2.0}, None, {1: 2.0}, {1: 2.0}]
+    theirs: list[Durations | None] = [{1: 1.0}, None, {1: 1.0}, {2: 1.0}]
     assert unpaired(ours, theirs) == [1, 3, 4]
     assert unpaired(theirs, ours) == [2, 3]
     assert unpaired(ours, ours) == []

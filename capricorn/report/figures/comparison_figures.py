@@ -10,18 +10,18 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from capricorn.compare.compare_record import BASE
-from capricorn.compare.results import Comparison
+from capricorn.compare.comparison import Comparison
 from capricorn.report.figures.figure_data import Shown, memory_of, most_skewed, read_shown
 from capricorn.report.figures.style import INK, Picture, TimeUnit, colour, new_axes, note_row, rows_axes, settle, styled
 from capricorn.report.figures.timeline import draw_timeline
-from capricorn.report.terminal.cells import DIFFERS_NOT, NO_DIFFERENCE, format_memory, format_ratio
+from capricorn.report.text import DIFFERS_NOT, NO_DIFFERENCE, format_memory, format_ratio
 from capricorn.units import format_seconds
 
 GB = 1e9
 
 
 def pictures(comparison: Comparison, folders: Mapping[str, Sequence[Path]]) -> list[Picture]:
-    """All figures for which the runs recorded what they show.
+    """Returns all figures for which the runs recorded what they show.
 
     Raises:
         ConfigError: a run is damaged, or was made in another mode than the comparison.
@@ -44,16 +44,16 @@ def _ids(systems: Sequence[Shown]) -> tuple[str, ...]:
 
 
 def draw_iterations(comparison: Comparison, systems: Sequence[Shown]) -> Picture:
-    """Box plot of the iteration time of each system."""
-    unit = TimeUnit.of(max(float(each.steady("duration_s").max()) for each in systems))
+    """Draws a box plot of the iteration time of each system."""
+    unit = TimeUnit.of(max(float(each.durations_s.max()) for each in systems))
     figure, axes = rows_axes([each.label for each in systems])
     medians = []
     for row, each in enumerate(systems):
-        values = each.steady("duration_s").to_numpy(float)
+        values = each.durations_s
         medians.append(f"{each.label} {format_seconds(float(np.median(values)))}")
         _box(axes, row, values / unit.seconds, colour(each.row.system))
     axes.set_xlabel(f"iteration time ({unit.name}), {comparison.mode}")
-    counts = sorted({len(each.steady("duration_s")) for each in systems})
+    counts = sorted({len(each.durations_s) for each in systems})
     count = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     return Picture(
         name="iteration-time",
@@ -69,7 +69,7 @@ def draw_iterations(comparison: Comparison, systems: Sequence[Shown]) -> Picture
 
 
 def _box(axes: Axes, row: int, values: np.ndarray, face: str) -> None:
-    """Drawn by hand: how boxplot is told to lie flat depends on the version of matplotlib."""
+    """Draws a box by hand: how boxplot is told to lie flat depends on the version of matplotlib."""
     low, middle, high = np.quantile(values, [0.25, 0.5, 0.75])
     reach = 1.5 * (high - low)
     inside = values[(values >= low - reach) & (values <= high + reach)]
@@ -82,8 +82,8 @@ def _box(axes: Axes, row: int, values: np.ndarray, face: str) -> None:
 
 
 def draw_stalls(comparison: Comparison, systems: Sequence[Shown]) -> Picture:
-    """Bars of the median stall, with a line to the 95th percentile."""
-    stalls_s = [each.steady("stall_s").quantile([0.5, 0.95]).tolist() for each in systems]
+    """Draws bars of the median stall, with a line to the 95th percentile."""
+    stalls_s = [np.quantile(each.stalls_s, [0.5, 0.95]).tolist() for each in systems]
     unit = TimeUnit.of(max(p95 for _, p95 in stalls_s))
     figure, axes = rows_axes([each.label for each in systems])
     for row, (each, (p50_s, p95_s)) in enumerate(zip(systems, stalls_s, strict=True)):
@@ -108,7 +108,7 @@ def draw_stalls(comparison: Comparison, systems: Sequence[Shown]) -> Picture:
 
 
 def draw_slowdowns(comparison: Comparison, systems: Sequence[Shown]) -> Picture | None:
-    """Each slowdown with its interval, and a line at 1; None if none is known."""
+    """Draws each slowdown with its interval, and a line at 1; None if none is known."""
     known = [each for each in systems if each.row.slowdown is not None and each.row.system != BASE]
     if not known:
         return None
@@ -142,7 +142,7 @@ def draw_slowdowns(comparison: Comparison, systems: Sequence[Shown]) -> Picture 
 
 
 def draw_memory(comparison: Comparison, systems: Sequence[Shown]) -> Picture:
-    """Bars of resident memory, and on top of it what the stores hold."""
+    """Draws bars of resident memory, and on top of it what the stores hold."""
     figure, axes = rows_axes([each.label for each in systems])
     words = []
     for row, each in enumerate(systems):
@@ -173,7 +173,7 @@ def draw_memory(comparison: Comparison, systems: Sequence[Shown]) -> Picture:
 
 
 def draw_loads(comparison: Comparison, systems: Sequence[Shown]) -> Picture | None:
-    """Heat map of the share of tokens of each expert over iterations; None if no run recorded loads."""
+    """Draws a heat map of the share of tokens of each expert over iterations; None if no run recorded loads."""
     loads = most_skewed(systems)
     if loads is None:
         return None

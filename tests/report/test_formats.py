@@ -10,12 +10,12 @@ from collections.abc import Callable
 import pandas as pd
 import pytest
 
-from capricorn.compare.results import Comparison
-from capricorn.report.export.export_tables import raw_rows, slugs
-from capricorn.report.export.formats import as_csv, as_json, as_markdown
+from capricorn.compare.comparison import Comparison
+from capricorn.report.export.data_formats import as_csv, as_json, raw_rows
 from capricorn.report.export.latex import as_latex, escaped
+from capricorn.report.export.markdown import as_markdown
 from capricorn.report.export.page import as_html
-from capricorn.report.terminal.cells import format_ratio
+from capricorn.report.text import format_ratio, slugs
 from tests.support.recorded import comparison, row
 
 FORMATS: dict[str, Callable[[list[Comparison]], str]] = {

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from capricorn.compare.finished import ratio_of
-from capricorn.compare.results import compare_runs
+from capricorn.compare.comparison import compare_runs
+from capricorn.compare.finished_runs import ratio_of
 from capricorn.errors import ConfigError
 from capricorn.records.samples import append
 from tests.support.comparisons import (

@@ -16,16 +16,16 @@ from capricorn.compare.compare_record import (
     checkpoints_of,
     differing,
     flat_settings,
+    folder_of,
     is_compare,
     is_done,
-    place_of,
     read_compare,
     require_same_work,
     work_of,
 )
-from capricorn.compare.measured import Measured
-from capricorn.compare.paired import Ratio, paired_ratio
-from capricorn.compare.results import Comparison, Runs, compare_runs, compare_within
+from capricorn.compare.comparison import Comparison, Runs, compare_runs, compare_within
+from capricorn.compare.measured_run import MeasuredRun
+from capricorn.compare.paired_ratio import Ratio, paired_ratio
 from capricorn.errors import ConfigError
 from capricorn.planner.gemini_planner import SWEEP
 from capricorn.records.samples import RUN, RunRecord, read_run
@@ -36,7 +36,7 @@ PLACES = ("store", "launch")
 
 
 def compare_planned(folder: Path, planned: PlannedComparison) -> Comparison:
-    """The comparison as far as it has come; what is missing of it is among its faults, and what is damaged."""
+    """Returns the comparison as far as it has come; its faults name what is missing of it and what is damaged."""
     runs, faults = _read_planned(folder, planned)
     comparison = compare_within(planned.label, runs, planned.scenario)
     if len(comparison.runs) == len(planned.runs):
@@ -46,9 +46,11 @@ def compare_planned(folder: Path, planned: PlannedComparison) -> Comparison:
 
 
 def _read_planned(folder: Path, planned: PlannedComparison) -> tuple[Runs, list[str]]:
-    """By label of a variant its runs by repeat, None where none is finished; and what is wrong with those."""
-    runs: dict[str, list[Measured | None]] = {variant.label: [None] * planned.repeats for variant in planned.variants}
-    first: Measured | None = None
+    """Returns by label of a variant its runs by repeat, None where none is finished, and what is wrong with them."""
+    runs: dict[str, list[MeasuredRun | None]] = {
+        variant.label: [None] * planned.repeats for variant in planned.variants
+    }
+    first: MeasuredRun | None = None
     faults = []
     for run in planned.runs:
         fault = run.failure
@@ -64,22 +66,22 @@ def _read_planned(folder: Path, planned: PlannedComparison) -> tuple[Runs, list[
     return runs, faults
 
 
-def _finished(folder: Path, run: PlannedRun) -> Measured | None:
-    """That run, if it is done.
+def _finished(folder: Path, run: PlannedRun) -> MeasuredRun | None:
+    """Returns that run, if it is done.
 
     Raises:
         ConfigError: a file of it is damaged.
     """
-    place = place_of(folder, run)
+    run_folder = folder_of(folder, run)
     if is_done(folder, run):
-        return Measured.read(place)
-    if run.run_id and not run.failure and (place / RUN).exists():
-        read_run(place)  # damaged is not the same as not finished
+        return MeasuredRun.read(run_folder)
+    if run.run_id and not run.failure and (run_folder / RUN).exists():
+        read_run(run_folder)  # damaged is not the same as not finished
     return None
 
 
 def load_comparisons(paths: Sequence[Path]) -> list[tuple[Comparison, dict[str, list[Path]]]]:
-    """Each comparison in those folders, with the finished runs of each variant.
+    """Returns each comparison in those folders, with the folders of the finished runs of each variant.
 
     A path is the folder of a comparison, or of a run; runs that did the same work in the same mode and made the same
     checkpoints are a comparison, in which several of one system with the same settings are its repeats. Left out are
@@ -105,12 +107,12 @@ def load_comparisons(paths: Sequence[Path]) -> list[tuple[Comparison, dict[str, 
 
 
 def ratio_of(run: Path, base: Path) -> Ratio:
-    """Time of a run / time of the same iterations in another.
+    """Returns the time of a run / the time of the same iterations in another.
 
     Raises:
         ConfigError: there are none, or they did not do the same work.
     """
-    ours, theirs = Measured.read(run), Measured.read(base)
+    ours, theirs = MeasuredRun.read(run), MeasuredRun.read(base)
     require_same_work({str(base): theirs.record, str(run): ours.record})
     ratio = paired_ratio([ours.durations_s], [theirs.durations_s])
     if ratio is None:
@@ -122,7 +124,7 @@ def ratio_of(run: Path, base: Path) -> Ratio:
 
 
 def _by_work(records: Mapping[Path, RunRecord]) -> list[dict[Path, RunRecord]]:
-    """Runs that can be compared; those without checkpoints belong to all that did their work, or else are a group."""
+    """Returns groups of runs that can be compared; one without checkpoints belongs to all that did its work."""
     kinds = {
         path: (work_of(record), checkpoints_of(record))
         for path, record in records.items()
@@ -141,7 +143,7 @@ def _by_work(records: Mapping[Path, RunRecord]) -> list[dict[Path, RunRecord]]:
 
 
 def _by_variant(records: Mapping[Path, RunRecord]) -> dict[str, list[Path]]:
-    """The runs by system, and by those settings that its runs do not all have alike."""
+    """Returns the runs by system, and by those settings that its runs do not all have alike."""
     runs: dict[str, list[Path]] = {}
     for path, record in records.items():
         settings = _own(record)
@@ -153,7 +155,7 @@ def _by_variant(records: Mapping[Path, RunRecord]) -> dict[str, list[Path]]:
 
 
 def _own(record: RunRecord) -> dict[str, Any]:
-    """The settings that tell variants of a system apart."""
+    """Returns the settings that tell variants of a system apart."""
     if record.system == BASE:
         return {}
     common = {*LENGTH, SYSTEM, f"{OPTIONS}.tuned_in"}
