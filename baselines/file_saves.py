@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 
 from capricorn.errors import StoreError
-from capricorn.runtime.commit_tracker import Completion
+from capricorn.runtime.commit_tracker import CommitTracker
 from capricorn.systems.interface import ChunkEvent, JobContext
 from capricorn.units import Seconds, format_seconds
 
@@ -22,7 +22,7 @@ class FileSaves:
     def __init__(self, job: JobContext, library: Library, writer: FileWriter) -> None:
         self._rank, self._keep, self._library, self._writer = job.rank, job.storage.keep, library, writer
         self._completed: list[int] = []
-        self._completion = Completion[FileSave](job.control_group)
+        self._completion = CommitTracker[FileSave](job.control_group)
         self._save: FileSave | None = None
         self._has_failed = False
 
@@ -38,15 +38,15 @@ class FileSaves:
     def start(self, iteration: int) -> None:
         """Starts a save of the state as it is now; the one before must have settled."""
         self._save = self._writer.start(iteration)
-        self._completion.expect(self._save)
+        self._completion.track(self._save)
 
     def ask(self) -> None:
         """Starts to find out whether the save on its way has settled on all ranks."""
-        self._completion.ask()
+        self._completion.start_vote()
 
     def learn(self) -> bool:
         """Takes the answer; whether no save is on its way any more."""
-        if not self._completion.learn():
+        if not self._completion.poll_vote():
             return False
         if self._save is not None:
             save, self._save = self._save, None

@@ -21,7 +21,7 @@ from .library import Library, Write
 
 
 class FileSave:
-    """One rank's part of a checkpoint on its way to storage; to `Completion` it is like any save.
+    """One rank's part of a checkpoint on its way to storage; to `CommitTracker` it is like any save.
 
     Attributes:
         failures: what went wrong, in words; empty when all of this rank's part is written.

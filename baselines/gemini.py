@@ -36,8 +36,8 @@ class GeminiStaged(ReplicatingSystem):
         self.first_iteration = 1 if job.attempt else job.gemini.profile_iterations + 1
         super().attach(job, state)
 
-    def _make_planner(self, hosts: Sequence[int], shard_bytes: Bytes) -> Planner:
-        return GeminiPlanner(self._job.gemini, rank=self._job.rank, num_remote=len(hosts), shard_bytes=shard_bytes)
+    def _make_planner(self, holders: Sequence[int], shard_bytes: Bytes) -> Planner:
+        return GeminiPlanner(self._job.gemini, rank=self._job.rank, num_remote=len(holders), shard_bytes=shard_bytes)
 
     def _is_reactive(self) -> bool:
         return False

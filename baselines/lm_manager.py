@@ -32,7 +32,7 @@ NUM_FLUSHED: Final = 2
 
 @dataclass(slots=True)
 class Save:
-    """One checkpoint of one rank on its way, as `Completion` looks at it."""
+    """One checkpoint of one rank on its way, as `CommitTracker` looks at it."""
 
     iteration: int
     is_settled: bool = False

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from capricorn.errors import CapricornError, StoreError
 from capricorn.hooks import OpKey
-from capricorn.runtime.commit_tracker import Completion
+from capricorn.runtime.commit_tracker import CommitTracker
 from capricorn.runtime.save.flat_state import FlatState
 from capricorn.systems.interface import CheckpointSystem, ChunkEvent, Counters, JobContext, RestoreReport
 from capricorn.units import Seconds
@@ -45,7 +45,7 @@ class LmResiliency(CheckpointSystem):
         check(job)
         self._job, self._state, self._timeout_s = job, state, job.config.timeout_s
         self._live = [run.source for run in state.runs]  # neighbours as one: the library moves tensor by tensor
-        self._completion = Completion[Save](job.control_group)
+        self._completion = CommitTracker[Save](job.control_group)
         self._manager = Manager(job)
         self._meter, self._is_open = self._manager.meter, True
 
@@ -115,17 +115,17 @@ class LmResiliency(CheckpointSystem):
             return
         begin_s = time.perf_counter()
         self._save = self._manager.start(iteration, self._live)
-        self._completion.expect(self._save)
+        self._completion.track(self._save)
         self._counters.staged_bytes += self._state.num_bytes
         if self._job.device.type == "cpu":  # elsewhere nobody is told when the copy ends
             self._events.append(ChunkEvent("stage", iteration, begin_s, time.perf_counter(), self._state.num_bytes))
 
     def _ask(self) -> None:
         """Asks once all ranks have come to the same moment whether the exchange on its way has ended."""
-        if self._save is not None and self._completion.may_ask:
+        if self._save is not None and self._completion.can_start_vote:
             if not self._manager.is_busy:
                 self._manager.end(self._save, self._timeout_s)
-            self._completion.ask()
+            self._completion.start_vote()
 
     def _settle(self, timeout_s: Seconds) -> None:
         """Blocks until no save is on its way on any rank; each waits for its own, so one reduction is enough."""
@@ -136,7 +136,7 @@ class LmResiliency(CheckpointSystem):
 
     def _learn(self) -> bool:
         """Takes what the last reduction said; whether no save is on its way any more."""
-        if not self._completion.learn():
+        if not self._completion.poll_vote():
             return False
         if (save := self._save) is not None:
             self._save, self._is_broken = None, self._completion.latest != save.iteration

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import difflib
 import re
+import sys
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from capricorn.config.cluster import LOCAL
 from capricorn.config.fields import validate
 from capricorn.config.presets import CLUSTERS, MODELS
 from capricorn.config.scenario import ModelConfig, Scenario
 from capricorn.errors import ConfigError, unknown_name
+
+RENAMED: Final[Mapping[str, str]] = {"system.give_way": "system.idle_priority"}
+"""Keys of earlier versions, each with its key of today; still accepted, with a note."""
 
 
 def load_model(name: str) -> ModelConfig:
@@ -83,9 +88,12 @@ def override(scenario: Scenario, assignments: Iterable[str]) -> Scenario:
     tree = scenario.model_dump()
     for assignment in assignments:
         key, equals, value = assignment.partition("=")
-        section, _, field = key.partition(".")
         if not equals:
             raise ConfigError(f"--set {assignment!r} is not key=value")
+        if key in RENAMED:
+            _note_renamed(key)
+            key = RENAMED[key]
+        section, _, field = key.partition(".")
         known = [f"{s}.{f}" for s, table in tree.items() if isinstance(table, dict) for f in table]
         if key not in known:
             nearest = difflib.get_close_matches(key, known, n=1)
@@ -93,3 +101,9 @@ def override(scenario: Scenario, assignments: Iterable[str]) -> Scenario:
             raise ConfigError(f"--set {assignment!r}: unknown key {key!r}; {hint}")
         tree[section][field] = value
     return validate(Scenario, tree, "--set", lax=True)
+
+
+@cache
+def _note_renamed(key: str) -> None:
+    """Says once in a process that a key has another name now."""
+    print(f"note: {key} is now {RENAMED[key]}", file=sys.stderr)

@@ -17,7 +17,7 @@ from capricorn.loads.load_trace import Ints, Shares, cap_shares
 UNIT = 2**32  # what one expert of a token weighs: whole numbers keep the experts of a token distinct without rounding
 
 
-class Loads(TrainerHook):
+class ForcedRouting(TrainerHook):
     """Chooses the experts of each token so that each expert expects exactly its share of an iteration.
 
     A choice depends on the seed, iteration, layer and rank only, so that a restarted training sees the same again.
@@ -32,7 +32,7 @@ class Loads(TrainerHook):
         self._iteration = iteration
         self._shares_ME = cap_shares(self._shares_IME[iteration - 1], self._top_k)
 
-    def choose(self, layer: int, num_tokens: int) -> Tensor:
+    def assign_experts(self, layer: int, num_tokens: int) -> Tensor:
         """The experts of each token [T, K] in the iteration begun last, int64, distinct for a token.
 
         Source: Madow, "On the theory of systematic sampling, II" (1949): the experts lie on a line of length K, each

@@ -11,7 +11,7 @@ from capricorn.loads.synthetic import PHASES, synthetic_shares
 from capricorn.sizing.memory import num_moe_layers
 
 
-def given_shares(loads: LoadsConfig, model: ModelConfig, *, num_iterations: int, seed: int) -> Shares | None:
+def source_shares(loads: LoadsConfig, model: ModelConfig, *, num_iterations: int, seed: int) -> Shares | None:
     """The shares [iterations, MoE layers, experts] of a run, or None if its router decides.
 
     Raises:

@@ -40,7 +40,7 @@ def partition(
 
     Args:
         spans: how long both ends of the link are idle, in the order of the iteration.
-        link: to the hosts.
+        link: to the holders.
         shard_bytes: of one replica.
         num_replicas: how many are sent, one after the other.
         max_chunk_bytes: of any chunk; positive.

@@ -27,7 +27,7 @@ def groups_of(num_nodes: int, num_replicas: int) -> list[range]:
     return [range(start, stop) for start, stop in pairwise(starts)]
 
 
-def hosts_of(node: int, num_nodes: int, num_replicas: int) -> list[int]:
+def holders_of(node: int, num_nodes: int, num_replicas: int) -> list[int]:
     """Nodes that keep the remote replicas of `node`, in the order it sends to them; `num_replicas` - 1 of them.
 
     A group of exactly `num_replicas` nodes sends to all its others; a larger one is a ring in which each node sends to
@@ -40,7 +40,7 @@ def hosts_of(node: int, num_nodes: int, num_replicas: int) -> list[int]:
 
 def owners_on(node: int, num_nodes: int, num_replicas: int) -> list[int]:
     """Nodes whose remote replicas `node` keeps."""
-    return [other for other in range(num_nodes) if node in hosts_of(other, num_nodes, num_replicas)]
+    return [other for other in range(num_nodes) if node in holders_of(other, num_nodes, num_replicas)]
 
 
 def recovery_probability(num_nodes: int, num_replicas: int, num_lost: int) -> float:

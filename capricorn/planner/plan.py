@@ -13,7 +13,7 @@ from capricorn.units import Bytes, Seconds
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Bytes [offset, offset + num_bytes) of a shard, sent to one host in one go."""
+    """Bytes [offset, offset + num_bytes) of a shard, sent to one holder in one go."""
 
     offset: Bytes
     num_bytes: Bytes

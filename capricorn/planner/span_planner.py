@@ -49,8 +49,8 @@ class SpanPlanner:
     Source: Capricorn, CLUSTER 2025. Departs: spans may also follow the loads of the running iteration.
     """
 
-    def __init__(self, config: PlannerConfig, *, rank: int, hosts: Sequence[int], shard_bytes: Bytes) -> None:
-        """`hosts` are the ranks that keep the remote replicas of this one's shard, in sending order."""
+    def __init__(self, config: PlannerConfig, *, rank: int, holders: Sequence[int], shard_bytes: Bytes) -> None:
+        """`holders` are the ranks that keep the remote replicas of this one's shard, in sending order."""
         self.spans: tuple[IdleSpan, ...] = ()
         """Empty before the first profile."""
         self.drift = 0.0
@@ -58,7 +58,7 @@ class SpanPlanner:
         self.replanned = False
         """Whether the plan last made was the first to use a whole profile."""
         is_oracle = config.replan == "oracle"
-        self._config, self._own, self._hosts, self._shard_bytes = config, rank, tuple(hosts), shard_bytes
+        self._config, self._own, self._holders, self._shard_bytes = config, rank, tuple(holders), shard_bytes
         self._by_load = config.spans == "load" and not is_oracle  # an oracle has seen the very spans to come
         self._window = 1 if is_oracle else WINDOW
         self._enough = 1 if is_oracle else _ENOUGH
@@ -100,7 +100,7 @@ class SpanPlanner:
             self.spans = spans
             self._usable, self._lasting = [_Durations() for _ in spans], [_Durations() for _ in spans]
         rows = profile.span_s()
-        ends = [rows[rank] for rank in (self._own, *self._hosts)]
+        ends = [rows[rank] for rank in (self._own, *self._holders)]
         most = {layer: max(tokens) for layer, tokens in profile.tokens.items()}
         for index, span in enumerate(spans):
             tokens = most.get(span.load_layer)
@@ -129,14 +129,14 @@ class SpanPlanner:
     def plan(self, iteration: int, link: LinkModel | None) -> Plan:
         config = self._config
         if link is None or not self.spans:
-            self._plan = Plan(tile(self._shard_bytes, len(self._hosts), config.max_chunk_bytes))
+            self._plan = Plan(tile(self._shard_bytes, len(self._holders), config.max_chunk_bytes))
             return self._plan
         if self._plan.limits and link == self._link and not (self._is_outdated or self._by_load):
             self.replanned = False
             return self._plan
         spans, ends = self._estimates(self._usable), self._estimates(self._lasting)
         self._plan = partition(
-            spans, link, self._shard_bytes, len(self._hosts), config.max_chunk_bytes, config.risk, ends
+            spans, link, self._shard_bytes, len(self._holders), config.max_chunk_bytes, config.risk, ends
         )
         self._deviations = deviations_at(self._plan.risk)
         self._link = link

@@ -30,7 +30,7 @@ class Settling(Protocol):
 S = TypeVar("S", bound=Settling)
 
 
-class Completion(Generic[S]):
+class CommitTracker(Generic[S]):
     """The one save that is on its way on all ranks, and the newest iteration that has arrived everywhere.
 
     All methods are collective or depend only on what was reduced, so every rank takes the same decisions.
@@ -45,22 +45,22 @@ class Completion(Generic[S]):
         self._votes = torch.zeros(4, dtype=torch.int64)
         self._work: dist.Work | None = None
 
-    def expect(self, save: S) -> None:
+    def track(self, save: S) -> None:
         """Makes this the save on its way; the one before must have settled everywhere."""
         assert self.pending is None
         self.pending = save
 
     @property
-    def may_ask(self) -> bool:
+    def can_start_vote(self) -> bool:
         """Whether `ask` starts a reduction, or the last one is not taken yet or there is nothing to ask."""
         return self.pending is not None and self._work is None
 
-    def ask(self, losses_s: tuple[Seconds, Seconds] = (0.0, 0.0)) -> None:
+    def start_vote(self, losses_s: tuple[Seconds, Seconds] = (0.0, 0.0)) -> None:
         """Starts a reduction of whether the pending save has settled, and succeeded, on every rank.
 
         On the way it finds the greatest of the ranks' losses.
         """
-        if self.pending is None or not self.may_ask:
+        if self.pending is None or not self.can_start_vote:
             return
         self._votes[0] = int(self.pending.is_settled)
         self._votes[1] = int(self.pending.is_complete)
@@ -68,7 +68,7 @@ class Completion(Generic[S]):
             self._votes[index] = -round(loss_s * NANOSECONDS)
         self._work = dist.all_reduce(self._votes, dist.ReduceOp.MIN, group=self._group, async_op=True)
 
-    def learn(self) -> bool:
+    def poll_vote(self) -> bool:
         """Takes the answer of the last `ask`; whether nothing is pending any more."""
         self.losses_s = (0.0, 0.0)
         if self._work is not None:

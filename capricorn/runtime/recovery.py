@@ -66,11 +66,11 @@ class Recovery:
         attempt: int,
         tier: PersistentTier | None = None,
     ) -> None:
-        """`owners` are those whose copies this rank answers for: itself, then the ones it hosts."""
+        """`owners` are those whose copies this rank answers for: itself, then the owners whose replicas it holds."""
         self._tier = tier
         self._rank, self._group, self._store = rank, group, store
         self._owners, self._attempt = list(owners), attempt
-        self._links = {link.host: link for link in links}
+        self._links = {link.holder: link for link in links}
         self._world_size = dist.get_world_size(group)
         self._refused: set[tuple[int, int, int]] = set()  # (holder, owner, iteration) found damaged, by all ranks
 
@@ -78,8 +78,8 @@ class Recovery:
         """Leaves a verified copy of the agreed iteration in this rank's own slots.
 
         Raises:
-            NoCompleteCheckpointError: no iteration survives on every owner, nor on disk.
-            ConfigError: the newest is on disk, and of another model.
+            NoCompleteCheckpointError: no iteration survives on every owner, nor in the persistent tier.
+            ConfigError: the newest is in the persistent tier, and of another model.
         """
         agree_s = fetch_s = 0.0
         damaged: list[str] = []
@@ -87,23 +87,23 @@ class Recovery:
             begin_s = time.perf_counter()
             survivors = self._survey()
             in_memory = newest_common(survivors, self._world_size) or 0
-            on_disk = self._tier.newest() if self._tier is not None else 0
+            persisted = self._tier.newest() if self._tier is not None else 0
             agree_s += time.perf_counter() - begin_s
-            iteration = max(in_memory, on_disk)
+            iteration = max(in_memory, persisted)
             if not iteration:
                 raise NoCompleteCheckpointError(self._describe(survivors, damaged))
             begin_s = time.perf_counter()
-            if on_disk > in_memory:
-                found, complaints = self._from_disk(on_disk, keep=in_memory)
+            if persisted > in_memory:
+                found, complaints = self._from_persistent_tier(persisted, keep=in_memory)
             else:
                 found, complaints = self._from_memory(in_memory, survivors[in_memory])
             fetch_s += time.perf_counter() - begin_s
             if found is not None:
                 notes = self._tier.notes if self._tier is not None else ()
-                return Agreement(iteration, *found, on_disk, notes, damaged, agree_s, fetch_s)
+                return Agreement(iteration, *found, persisted, notes, damaged, agree_s, fetch_s)
             damaged += complaints
 
-    def _from_disk(self, iteration: int, keep: int) -> Obtained:
+    def _from_persistent_tier(self, iteration: int, keep: int) -> Obtained:
         assert self._tier is not None
         if complaint := self._tier.obtain(iteration, keep):
             return None, [complaint]

@@ -12,21 +12,21 @@ from typing import ClassVar
 
 from capricorn.errors import CapricornError, StoreError
 from capricorn.hooks import OpKey
-from capricorn.planner.placement import hosts_of, owners_on
+from capricorn.planner.placement import holders_of, owners_on
 from capricorn.planner.plan import Planner, StreamPlanner
 from capricorn.planner.span_planner import SpanPlanner
 from capricorn.runtime.comm.collectives import barrier, gather_addresses, gather_layouts, share_secret
 from capricorn.runtime.comm.handshake import Identity
 from capricorn.runtime.comm.replica_link import ReplicaLink
-from capricorn.runtime.comm.replica_server import ReplicaHost
-from capricorn.runtime.commit_tracker import Completion
+from capricorn.runtime.comm.replica_server import ReplicaServer
+from capricorn.runtime.commit_tracker import CommitTracker
 from capricorn.runtime.persist.persister import Persister
 from capricorn.runtime.persist.restore import PersistentTier
 from capricorn.runtime.recovery import Recovery
 from capricorn.runtime.save.executor import Executor
 from capricorn.runtime.save.flat_state import FlatState
 from capricorn.runtime.save.live_source import LiveSource
-from capricorn.runtime.save.save import Save
+from capricorn.runtime.save.save import ReplicatedSave
 from capricorn.runtime.save.staging import Stager, make_stager, payload_of
 from capricorn.runtime.schedule.gate import Gate
 from capricorn.runtime.schedule.scheduler import make_scheduler
@@ -51,7 +51,7 @@ class ReplicatingSystem(CheckpointSystem):
 
     def __init__(self) -> None:
         self._counters = Counters()
-        self._host: ReplicaHost | None = None
+        self._server: ReplicaServer | None = None
         self._links: list[ReplicaLink] = []
         self._executor: Executor | None = None
         self._store: NodeStore | None = None
@@ -66,22 +66,22 @@ class ReplicatingSystem(CheckpointSystem):
         self._job, self._state, self._timeout_s = job, state, job.config.timeout_s
         store = NodeStore.open(job.store_dir, job.store_tap)
         self._persister, self._store = Persister(job, store, self._counters), store
-        hosts, owners = self._peers(hosts_of), self._peers(owners_on)
+        holders, owners = self._peers(holders_of), self._peers(owners_on)
         layouts = gather_layouts(job.control_group, Layout(state.num_bytes, job.config.block_bytes, state.digest))
-        slots = store.host(job.rank, layouts[job.rank], self._persister.num_slots)
+        slots = store.open_slots(job.rank, layouts[job.rank], self._persister.num_slots)
         for owner in owners:
-            store.host(owner, layouts[owner])
+            store.open_slots(owner, layouts[owner])
         me = Identity(job.run_id, job.attempt, share_secret(job.control_group))
-        deadline_s, gives_way = self._timeout_s, job.config.give_way
-        self._host = ReplicaHost(
-            me, job.rank, job.address, store, timeout_s=deadline_s, gives_way=gives_way, routes=job.routes
+        deadline_s, idle_priority = self._timeout_s, job.config.idle_priority
+        self._server = ReplicaServer(
+            me, job.rank, job.address, store, timeout_s=deadline_s, idle_priority=idle_priority, routes=job.routes
         )
-        self._host.start({owner: layouts[owner] for owner in owners})
-        addresses = gather_addresses(job.control_group, self._host.address)
-        self._connect(me, {host: addresses[host] for host in hosts})
+        self._server.start({owner: layouts[owner] for owner in owners})
+        addresses = gather_addresses(job.control_group, self._server.address)
+        self._connect(me, {holder: addresses[holder] for holder in holders})
         gate = Gate(is_reactive=self._is_reactive(), patience_s=self._timeout_s / 2)
-        planner = self._make_planner(hosts, state.num_bytes)
-        self._scheduler = make_scheduler(job, planner, gate, me.secret, hosts, owners)
+        planner = self._make_planner(holders, state.num_bytes)
+        self._scheduler = make_scheduler(job, planner, gate, me.secret, holders, owners)
         stager, live = self._make_sources(make_stager(state, slots, job.device), layouts[job.rank])
         self._executor = Executor(
             store,
@@ -91,10 +91,10 @@ class ReplicatingSystem(CheckpointSystem):
             self._links,
             gate=gate,
             timeout_s=deadline_s,
-            gives_way=gives_way,
+            idle_priority=idle_priority,
             live=live,
         )
-        self._completion = Completion[Save](job.control_group)
+        self._completion = CommitTracker[ReplicatedSave](job.control_group)
         tier = PersistentTier(job, job.persist_dir, store, state.entries) if job.persist_dir is not None else None
         mine = [job.rank, *owners]
         self._recovery = Recovery(job.rank, job.control_group, store, mine, self._links, job.attempt, tier)
@@ -107,18 +107,18 @@ class ReplicatingSystem(CheckpointSystem):
         self._scheduler.on_op_begin(op)
         # Asked before the update, whose broadcasts it would have to wait behind, and not after what may still be sent.
         if op.kind == "reduce":
-            self._ask()
+            self._start_vote()
 
     def on_op_end(self, op: OpKey) -> None:
         self._scheduler.on_op_end(op)
         if self._waiting is not None:
-            self._look_again(op)
+            self._retry_waiting(op)
 
     def on_routed(self, layer: int, tokens_per_expert: Sequence[int]) -> None:
         self._scheduler.on_routed(layer, tokens_per_expert)
 
     def before_update(self, iteration: int) -> None:
-        self._scheduler.learn()
+        self._scheduler.take_profile()
         if self._waiting is not None:
             self._overflow()
             self._start(self._waiting)
@@ -127,22 +127,22 @@ class ReplicatingSystem(CheckpointSystem):
             if not save.wait_staged(self._timeout_s):
                 raise StoreError(f"rank {self._job.rank}: iteration {save.iteration} is still not staged")
             self._latest_local = save.iteration if save.is_local else self._latest_local
-            if not self._learn():
-                self._ask()
+            if not self._poll_vote():
+                self._start_vote()
 
     def after_update(self, iteration: int) -> None:
         self._scheduler.after_update(iteration)
-        is_free = self._learn()
+        is_settled = self._poll_vote()
         every = self._job.config.every
         if every == 0 or iteration % every or iteration < self.first_iteration:
             return
         self._forget_after(0)
         self._state.capture()
-        if not is_free:
-            self._scheduler.overdue()
+        if not is_settled:
+            self._scheduler.note_deadline_missed()
             if self._job.config.max_lost > 1:
                 self._waiting = iteration
-                self._ask()
+                self._start_vote()
                 return
             self._overflow()  # or a node that is lost before the save has settled would cost two finished iterations
         self._start(iteration)
@@ -186,13 +186,13 @@ class ReplicatingSystem(CheckpointSystem):
             self._executor.close()
         for link in self._links:
             link.close()
-        if self._host is not None:
-            self._host.close()
+        if self._server is not None:
+            self._server.close()
         if self._store is not None:
             self._persister.close()
             self._store.close()
         self._links = []
-        self._executor = self._host = self._store = None
+        self._executor = self._server = self._store = None
 
     def counters(self) -> Counters:
         if self._executor is not None:
@@ -210,11 +210,11 @@ class ReplicatingSystem(CheckpointSystem):
     def take_planning(self) -> Planning:
         return self._scheduler.take()
 
-    def _make_planner(self, hosts: Sequence[int], shard_bytes: Bytes) -> Planner:
+    def _make_planner(self, holders: Sequence[int], shard_bytes: Bytes) -> Planner:
         config = self._job.planner
-        if config.spans == "none" or not hosts or not self.plans:
-            return StreamPlanner(shard_bytes, len(hosts), self._job.config.block_bytes)
-        return SpanPlanner(config, rank=self._job.rank, hosts=hosts, shard_bytes=shard_bytes)
+        if config.spans == "none" or not holders or not self.plans:
+            return StreamPlanner(shard_bytes, len(holders), self._job.config.block_bytes)
+        return SpanPlanner(config, rank=self._job.rank, holders=holders, shard_bytes=shard_bytes)
 
     def _is_reactive(self) -> bool:
         """Whether chunks pass by what the link really does, or by the plan alone."""
@@ -235,16 +235,16 @@ class ReplicatingSystem(CheckpointSystem):
         assert self._store is not None
         manifest, config = json.dumps(self._state.manifest()), self._job.config
         self._store.write_manifest(self._job.rank, manifest)
-        for host, address in addresses.items():
+        for holder, address in addresses.items():
             link = ReplicaLink(
                 me,
                 self._job.rank,
-                host,
+                holder,
                 address,
                 timeout_s=self._timeout_s,
                 low_class=config.low_class,
                 send_buffer_bytes=config.send_buffer_bytes,
-                route=self._job.routes.get(host),
+                route=self._job.routes.get(holder),
             )
             link.connect(manifest)
             self._links.append(link)
@@ -254,9 +254,9 @@ class ReplicatingSystem(CheckpointSystem):
         is_late, self._waiting = self._waiting is not None, None
         plan = self._scheduler.plan(iteration, self._executor.link_model(), is_late=is_late)
         save = self._executor.start(iteration, self._completion.latest, plan)
-        self._completion.expect(save)
+        self._completion.track(save)
 
-    def _look_again(self, op: OpKey) -> None:
+    def _retry_waiting(self, op: OpKey) -> None:
         """The save before is late: starts the next one as soon as that has settled.
 
         Asks when a rank comes to its experts and takes the answer when it is done with them, and with what follows. In
@@ -264,25 +264,25 @@ class ReplicatingSystem(CheckpointSystem):
         """
         into, out_of = ("dispatch", "combine") if op.direction == "forward" else ("combine", "dispatch")
         if op.kind == into:
-            self._ask()
-        elif op.kind == out_of and self._waiting is not None and self._learn():
+            self._start_vote()
+        elif op.kind == out_of and self._waiting is not None and self._poll_vote():
             self._start(self._waiting)
 
-    def _ask(self) -> None:
+    def _start_vote(self) -> None:
         """Asks once all ranks have come to the same moment whether the save on its way has settled."""
         save = self._completion.pending
-        if save is not None and self._completion.may_ask:
-            self._completion.ask(self._scheduler.take_losses())
-            self._persister.ask(save.iteration)
+        if save is not None and self._completion.can_start_vote:
+            self._completion.start_vote(self._scheduler.take_losses())
+            self._persister.start_vote(save.iteration)
 
-    def _learn(self) -> bool:
+    def _poll_vote(self) -> bool:
         """Takes what the last reduction said; whether no save is on its way any more."""
         save = self._completion.pending
-        is_free = self._completion.learn()
-        self._persister.learn()
-        self._scheduler.hear_losses(*self._completion.losses_s)
-        if not is_free or save is None:
-            return is_free
+        is_settled = self._completion.poll_vote()
+        self._persister.poll_vote()
+        self._scheduler.note_losses(*self._completion.losses_s)
+        if not is_settled or save is None:
+            return is_settled
         if self._completion.latest == save.iteration:
             self._completed.append(save.iteration)
             self._persister.take(save.iteration)
@@ -293,13 +293,13 @@ class ReplicatingSystem(CheckpointSystem):
 
     def _settle(self, timeout_s: Seconds) -> None:
         """Blocks until no save is on its way on any rank; each rank waits for its own, so one reduction is enough."""
-        if self._learn():
+        if self._poll_vote():
             return
         assert self._executor is not None
         assert self._completion.pending is not None
         self._executor.settle(self._completion.pending, timeout_s)
-        self._ask()
-        self._learn()
+        self._start_vote()
+        self._poll_vote()
 
     def _overflow(self) -> None:
         """Blocks until the save on its way has settled on all ranks, which is charged to it."""
@@ -323,8 +323,8 @@ class ReplicatingSystem(CheckpointSystem):
             self._is_clean = True
 
     def _replace_lost(self, iteration: int, holders: Sequence[int]) -> None:
-        """Sends the restored state to hosts that have lost it, so that the next failure finds all replicas again."""
+        """Sends the restored state to holders that have lost it, so that the next failure finds all replicas again."""
         assert self._executor is not None
-        lost = [link.host for link in self._links if link.host not in holders]
+        lost = [link.holder for link in self._links if link.holder not in holders]
         plan = self._scheduler.plan(iteration, None)
-        self._completion.expect(self._executor.resend(iteration, plan, lost))
+        self._completion.track(self._executor.resend(iteration, plan, lost))

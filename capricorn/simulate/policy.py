@@ -9,7 +9,7 @@ from capricorn.simulate.replay import Outcome, replay
 from capricorn.simulate.training_model import TraceConfig, Training
 from capricorn.units import Bytes
 
-RANK, HOST = 0, 1
+RANK, HOLDER = 0, 1
 """Any two will do: all ranks have the same spans."""
 
 
@@ -22,7 +22,7 @@ def replay_policy(planner: PlannerConfig, training: Training, trace: TraceConfig
     """What that policy comes to."""
     num_bytes = shard_bytes(planner, trace)
     return replay(
-        SpanPlanner(planner, rank=RANK, hosts=(HOST,), shard_bytes=num_bytes),
+        SpanPlanner(planner, rank=RANK, holders=(HOLDER,), shard_bytes=num_bytes),
         training,
         training.link(num_bytes, trace.rho),
         gate=planner.gate,

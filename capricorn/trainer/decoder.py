@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from capricorn.config.scenario import ModelConfig
 from capricorn.hooks import NO_LAYER, TrainerHook
-from capricorn.loads.forced_routing import Loads
+from capricorn.loads.forced_routing import ForcedRouting
 from capricorn.sizing.memory import MLA_KV_RANK, MLA_Q_RANK, MLA_ROPE_DIM
 from capricorn.trainer.exchange import Network
 from capricorn.trainer.moe import NORM_EPS, MoE, SwiGLU
@@ -152,7 +152,9 @@ class Decoder(nn.Module):
         return cross_entropy(logits_TV, targets_BS.flatten())
 
 
-def mixtral(config: ModelConfig, rank: int, world_size: int, network: Network, loads: Loads | None) -> Decoder:
+def mixtral(
+    config: ModelConfig, rank: int, world_size: int, network: Network, forced_routing: ForcedRouting | None
+) -> Decoder:
     """Family `mixtral`: RMSNorm, RoPE, grouped-query or latent attention, SwiGLU, dropless routing."""
 
     def norm() -> nn.Module:
@@ -162,7 +164,7 @@ def mixtral(config: ModelConfig, rank: int, world_size: int, network: Network, l
         core = LatentAttention(config) if config.attention == "mla" else Attention(config)
         attention = nn.Sequential(norm(), core)
         if config.is_moe(layer):
-            return Block(layer, attention, moe=MoE(config, layer, rank, world_size, network, loads))
+            return Block(layer, attention, moe=MoE(config, layer, rank, world_size, network, forced_routing))
         return Block(layer, attention, mlp=nn.Sequential(norm(), SwiGLU(config.hidden, config.dense_ffn)))
 
     return Decoder(config, map(block, range(config.num_layers)), norm())

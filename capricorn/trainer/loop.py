@@ -56,7 +56,7 @@ class StallMeter(TrainerHook):
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class TrainedIteration:
     """One iteration on one rank."""
 
     iteration: int
@@ -81,7 +81,7 @@ class Trainer:
         self._model, self._optimizer, self._batches, self._device = model, optimizer, batches, device
         self._meter, self._hook = meter, hook
 
-    def run(self, iteration: int) -> Measured:
+    def run(self, iteration: int) -> TrainedIteration:
         """Trains iteration `iteration`, counted from 1; the state before it must be that of `iteration` - 1."""
         begin_s, stalled_s = time.perf_counter(), self._meter.stall_s
         self._hook.on_iteration_begin(iteration)
@@ -92,7 +92,7 @@ class Trainer:
         self._update(iteration)
         value = float(loss.item())  # on a GPU this waits for the iteration to end
         self._hook.on_iteration_end(iteration)
-        return Measured(iteration, value, time.perf_counter() - begin_s, self._meter.stall_s - stalled_s)
+        return TrainedIteration(iteration, value, time.perf_counter() - begin_s, self._meter.stall_s - stalled_s)
 
     def _forward(self) -> torch.Tensor:
         tokens_BS, targets_BS = (torch.from_numpy(part).to(self._device) for part in self._batches.next())

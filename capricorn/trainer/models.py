@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from capricorn.config.scenario import ModelConfig
-from capricorn.loads.forced_routing import Loads
+from capricorn.loads.forced_routing import ForcedRouting
 from capricorn.trainer.decoder import mixtral
 from capricorn.trainer.exchange import Network
 from capricorn.trainer.moe import expert_ids_of, expert_key
@@ -23,7 +23,7 @@ def build_model(
     network: Network,
     device: torch.device | str,
     seed: int,
-    loads: Loads | None = None,
+    forced_routing: ForcedRouting | None = None,
 ) -> nn.Module:
     """The model with the experts of `rank`; called as `model(tokens_BS, targets_BS, hook)` it yields the loss.
 
@@ -37,7 +37,7 @@ def build_model(
         network: exchanges tokens.
         device: where parameters live; on `meta` they have no values.
         seed: of the initial weights.
-        loads: of the experts, in place of the router's; not for family `gpt-moe`.
+        forced_routing: assigns the experts, in place of the router's; not for family `gpt-moe`.
     """
     with torch.device(device):
         if config.family == "gpt-moe":
@@ -46,7 +46,7 @@ def build_model(
 
             model: nn.Module = gpt_moe(config, rank, world_size, network)
         else:
-            model = mixtral(config, rank, world_size, network, loads)
+            model = mixtral(config, rank, world_size, network, forced_routing)
     if torch.device(device).type != "meta":
         init_parameters(model, seed)
     return model

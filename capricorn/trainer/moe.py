@@ -14,7 +14,7 @@ from torch.nn.functional import linear, silu
 
 from capricorn.config.scenario import ModelConfig
 from capricorn.hooks import TrainerHook
-from capricorn.loads.forced_routing import Loads
+from capricorn.loads.forced_routing import ForcedRouting
 from capricorn.topology import expert_split
 from capricorn.trainer.exchange import Network
 from capricorn.trainer.ops import all_to_all, permute, run_op, sort_order, spread
@@ -81,11 +81,17 @@ class MoE(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, layer: int, rank: int, world_size: int, network: Network, loads: Loads | None = None
+        self,
+        config: ModelConfig,
+        layer: int,
+        rank: int,
+        world_size: int,
+        network: Network,
+        forced_routing: ForcedRouting | None = None,
     ) -> None:
         super().__init__()
         self.layer, self.rank, self.top_k = layer, rank, config.top_k
-        self.network, self.loads = network, loads
+        self.network, self.forced_routing = network, forced_routing
         self.split = expert_split(config.num_experts, world_size)
         self.norm = nn.RMSNorm(config.hidden, eps=NORM_EPS)
         self.gate = nn.Linear(config.hidden, config.num_experts, bias=False)
@@ -134,9 +140,9 @@ class MoE(nn.Module):
 
     def _choose(self, probs_TE: Tensor) -> Tensor:
         """The experts [T, K] of each token: the likeliest, or those that given loads ask for."""
-        if self.loads is None:
+        if self.forced_routing is None:
             return torch.topk(probs_TE, self.top_k, dim=-1).indices
-        return self.loads.choose(self.layer, len(probs_TE)).to(probs_TE.device)
+        return self.forced_routing.assign_experts(self.layer, len(probs_TE)).to(probs_TE.device)
 
     def _compute(self, rows_RD: Tensor, h_TD: Tensor, received: list[list[int]]) -> tuple[Tensor, ...]:
         """The rows through the routed experts and, if any, the tokens through the shared ones.

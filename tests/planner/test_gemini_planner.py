@@ -28,7 +28,7 @@ from capricorn.planner.plan import Plan
 from capricorn.records.samples import append
 from capricorn.runtime.save.flat_state import FlatState
 from capricorn.runtime.save.live_source import CutStager, LiveSource
-from capricorn.runtime.save.staging import HostStager
+from capricorn.runtime.save.staging import CpuStager
 from capricorn.runtime.store.slot import Layout, Slot, checksum
 from tests.planner.test_profile import profile
 from tests.runtime.test_planned_system import Training
@@ -223,25 +223,25 @@ def test_the_live_source_reads_what_a_slot_would_hold(tmp_path: Path, buffer_byt
     state = odd_state()
     layout = Layout(state.num_bytes, 4096, state.digest)
     slot = Slot(tmp_path / "slot", 0, layout)
-    list(HostStager(state, [slot]).copy(slot))
+    list(CpuStager(state, [slot]).copy(slot))
     cpu = torch.device("cpu")
     live = LiveSource(state, layout, cpu, buffer_bytes=buffer_bytes, num_buffers=num_buffers)
     for change in (0.0, 1.0):
         state.tensors["a"].add_(change)
-        list(HostStager(state, [slot]).copy(slot))
+        list(CpuStager(state, [slot]).copy(slot))
         live.begin()
         for index in range(layout.num_blocks):
             block = layout.block(index)
             middle = (block.start + block.stop) // 2
-            assert bytes(live.part(block.start, middle)) == bytes(slot.payload[block.start : middle])
-            assert bytes(live.part(middle, block.stop)) == bytes(slot.payload[middle : block.stop])
-            assert live.check(index) == checksum(slot.payload[block])
+            assert bytes(live.view(block.start, middle)) == bytes(slot.payload[block.start : middle])
+            assert bytes(live.view(middle, block.stop)) == bytes(slot.payload[middle : block.stop])
+            assert live.checksum(index) == checksum(slot.payload[block])
 
 
 def test_the_local_copy_is_made_while_training_communicates_and_at_no_other_time(tmp_path: Path) -> None:
     state = odd_state()
     slot = Slot(tmp_path / "slot", 0, Layout(state.num_bytes, 4096, state.digest))
-    stager = CutStager(HostStager(state, [slot]), patience_s=0.01)
+    stager = CutStager(CpuStager(state, [slot]), patience_s=0.01)
     blocks = stager.copy(slot)
     begin = time.monotonic()
     assert next(blocks) == 0

@@ -53,9 +53,9 @@ def maximum(group: dist.ProcessGroup, mine: int) -> int:
 
 
 def gather_addresses(group: dist.ProcessGroup, mine: tuple[str, int]) -> list[tuple[str, int]]:
-    """By rank: where its replica host listens."""
+    """By rank: where its replica server listens."""
     pairs = [text.split() for text in gather_texts(group, f"{mine[0]} {mine[1]}", _TEXT_BYTES)]
-    return [(host, int(port)) for host, port in pairs]
+    return [(hostname, int(port)) for hostname, port in pairs]
 
 
 def share_secret(group: dist.ProcessGroup) -> bytes:

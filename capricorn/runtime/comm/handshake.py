@@ -34,15 +34,15 @@ class Identity:
     secret: bytes
     """Drawn anew in every attempt and never sent."""
 
-    def hello(self, owner: int, host: int, nonce: bytes) -> bytes:
+    def hello(self, owner: int, holder: int, nonce: bytes) -> bytes:
         run = hashlib.sha256(self.run_id.encode()).digest()
-        return _HELLO.pack(_MAGIC, _VERSION, self.attempt, owner, host, run, nonce)
+        return _HELLO.pack(_MAGIC, _VERSION, self.attempt, owner, holder, run, nonce)
 
     def mac(self, role: bytes, *parts: bytes) -> bytes:
         return hmac.digest(self.secret, role + b"".join(parts), "sha256")
 
 
-def greet(sock: socket.socket, me: Identity, owner: int, host: int) -> None:
+def greet(sock: socket.socket, me: Identity, owner: int, holder: int) -> None:
     """The connecting side of the handshake.
 
     Raises:
@@ -50,13 +50,13 @@ def greet(sock: socket.socket, me: Identity, owner: int, host: int) -> None:
     """
     nonce, until_s = os.urandom(_NONCE), time.monotonic() + HANDSHAKE_TIMEOUT_S
     challenge = receive(sock, _NONCE, until_s=until_s)
-    hello = me.hello(owner, host, nonce)
+    hello = me.hello(owner, holder, nonce)
     send(sock, hello + me.mac(b"owner", challenge, hello))
     if not hmac.compare_digest(receive(sock, _MAC, until_s=until_s), me.mac(b"host", nonce, hello)):
-        raise TransportError(f"rank {host} could not prove that it belongs to run {me.run_id}")
+        raise TransportError(f"rank {holder} could not prove that it belongs to run {me.run_id}")
 
 
-def welcome(sock: socket.socket, me: Identity, host: int, owners: Collection[int]) -> int:
+def welcome(sock: socket.socket, me: Identity, holder: int, owners: Collection[int]) -> int:
     """The accepting side of the handshake; yields the owner that connected.
 
     Raises:
@@ -69,9 +69,9 @@ def welcome(sock: socket.socket, me: Identity, host: int, owners: Collection[int
     magic, version, attempt, owner, to, _, nonce = _HELLO.unpack(hello)
     if magic != _MAGIC or version != _VERSION:
         raise TransportError("a stranger connected and was refused")
-    if not hmac.compare_digest(proof, me.mac(b"owner", challenge, hello)) or hello != me.hello(owner, host, nonce):
+    if not hmac.compare_digest(proof, me.mac(b"owner", challenge, hello)) or hello != me.hello(owner, holder, nonce):
         raise TransportError(f"a connection for rank {to}, attempt {attempt}, was refused: not of this run and attempt")
     if owner not in owners:
-        raise TransportError(f"rank {owner} keeps no replica on rank {host}")
+        raise TransportError(f"rank {owner} keeps no replica on rank {holder}")
     send(sock, me.mac(b"host", nonce, hello))
     return int(owner)

@@ -6,7 +6,7 @@ import contextlib
 import os
 
 
-def give_way() -> None:
+def use_idle_priority() -> None:
     """From now on the calling thread runs only on CPU time that no other thread wants.
 
     Where computing and moving bytes share the cores, the bytes then move while training waits for an all-to-all. Not

@@ -27,7 +27,7 @@ FRESH_S: Seconds = 60.0
 """For how long an answer goes before older ones, since clocks drift apart."""
 
 
-class Kind(IntEnum):
+class SignalKind(IntEnum):
     """What a datagram says."""
 
     IDLE = 1  # span `number` has begun here
@@ -36,7 +36,7 @@ class Kind(IntEnum):
 
 
 class IdleSignals:
-    """One rank's end: tells its owners, hears its hosts, and sets its clock by that of rank 0."""
+    """One rank's end: tells its owners, hears its holders, and sets its clock by that of rank 0."""
 
     def __init__(self, rank: int, address: str, secret: bytes, world_size: int) -> None:
         """`secret` is known to the ranks of this attempt alone; it shows who speaks, not that a message is new."""
@@ -45,8 +45,8 @@ class IdleSignals:
         self._sock.bind((address, 0))
         self._owners: Mapping[int, tuple[str, int]] = {}
         self._first: tuple[str, int] | None = None
-        self._hosts: Sequence[int] = ()
-        self._on_idle: Callable[[int, int], None] = lambda host, number: None
+        self._holders: Sequence[int] = ()
+        self._on_idle: Callable[[int, int], None] = lambda holder, number: None
         self._tokens: dict[tuple[int, int], bytes] = {}
         self._answers: deque[tuple[Seconds, Seconds, Seconds]] = deque(maxlen=REMEMBERED)
         """Each: how long it took, what it says is to be added here, and when it came."""
@@ -55,31 +55,31 @@ class IdleSignals:
 
     @property
     def address(self) -> tuple[str, int]:
-        host, port = self._sock.getsockname()[:2]
-        return str(host), int(port)
+        hostname, port = self._sock.getsockname()[:2]
+        return str(hostname), int(port)
 
     def start(
         self,
         addresses: Sequence[tuple[str, int]],
         owners: Sequence[int],
-        hosts: Sequence[int],
+        holders: Sequence[int],
         on_idle: Callable[[int, int], None],
     ) -> None:
-        """Tells `owners`, and calls `on_idle` with host and number for what `hosts` tell; `addresses` by rank."""
+        """Tells `owners`, and calls `on_idle` with holder and number for what `holders` tell; `addresses` by rank."""
         self._owners = {owner: addresses[owner] for owner in owners}
         self._first = addresses[0] if self._rank else None
-        self._hosts, self._on_idle = hosts, on_idle
+        self._holders, self._on_idle = holders, on_idle
         self._thread.start()
 
     def tell(self, number: int) -> None:
         """Idle span `number` has begun here."""
         for owner, address in self._owners.items():
-            self._send(Kind.IDLE, owner, address, number)
+            self._send(SignalKind.IDLE, owner, address, number)
 
     def ask_time(self) -> None:
         """Asks rank 0 what time it is."""
         if self._first is not None:
-            self._send(Kind.ASK, 0, self._first, sent_s=time.perf_counter())
+            self._send(SignalKind.ASK, 0, self._first, sent_s=time.perf_counter())
 
     def offset_s(self) -> Seconds | None:
         """What to add to the time here for that on rank 0, as good as half the fastest round trip; None if unknown."""
@@ -102,7 +102,7 @@ class IdleSignals:
 
     def _send(
         self,
-        kind: Kind,
+        kind: SignalKind,
         to: int,
         address: tuple[str, int],
         number: int = 0,
@@ -132,11 +132,11 @@ class IdleSignals:
         token, kind, rank, number, sent_s, there_s = _MESSAGE.unpack(message)
         if rank >= self._world_size or not hmac.compare_digest(token, self._token(rank, self._rank)):
             return
-        if kind == Kind.IDLE and rank in self._hosts:
+        if kind == SignalKind.IDLE and rank in self._holders:
             self._on_idle(rank, number)
-        elif kind == Kind.ASK:
-            self._send(Kind.ANSWER, rank, sender, sent_s=sent_s, now_s=now_s)
-        elif kind == Kind.ANSWER and rank == 0:
+        elif kind == SignalKind.ASK:
+            self._send(SignalKind.ANSWER, rank, sender, sent_s=sent_s, now_s=now_s)
+        elif kind == SignalKind.ANSWER and rank == 0:
             self._answers.append((now_s - sent_s, there_s - (sent_s + now_s) / 2, now_s))
 
     def _token(self, speaker: int, hearer: int) -> bytes:

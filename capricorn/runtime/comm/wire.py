@@ -30,7 +30,7 @@ _CHECK = struct.Struct("<Q")
 FRAME_BYTES: Final = _FRAME.size + _CHECK.size
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """What a frame says."""
 
     MANIFEST = 1  # size: bytes of JSON that follow
@@ -46,14 +46,14 @@ class Kind(IntEnum):
 class Frame:
     """One message; what its numbers mean is said at its kind."""
 
-    kind: Kind
+    kind: FrameKind
     iteration: int = 0
     index: int = 0
     size: Bytes = 0
-    check: int = 0
+    checksum: int = 0
 
     def pack(self) -> bytes:
-        fields = _FRAME.pack(self.kind, self.index, self.iteration, self.size, self.check)
+        fields = _FRAME.pack(self.kind, self.index, self.iteration, self.size, self.checksum)
         return fields + _CHECK.pack(checksum(fields))
 
     @classmethod
@@ -68,7 +68,7 @@ class Frame:
             raise TransportError("a frame arrived damaged; the connection is given up")
         kind, index, iteration, size, check = _FRAME.unpack(fields)
         try:
-            return cls(Kind(kind), iteration, index, size, check)
+            return cls(FrameKind(kind), iteration, index, size, check)
         except ValueError:
             raise TransportError(f"a frame of unknown kind {kind} arrived; the connection is given up") from None
 

@@ -46,7 +46,7 @@ class Stored(FrozenModel):
     """Of the stretch, which is the tensor in the library's packing."""
 
 
-class Part(FrozenModel):
+class RankPart(FrozenModel):
     """What the writer of one rank has put into a checkpoint; or why it could not."""
 
     failure: str = ""
@@ -137,7 +137,7 @@ def iteration_of(folder: Path) -> int:
     return int(folder.name.removeprefix(_PREFIX))
 
 
-def is_tier(path: Path) -> bool:
+def is_persistent_tier(path: Path) -> bool:
     """Whether that is a folder of checkpoints, or of one that was never completed."""
     return bool(iterations_in(path)) or any(each.name.startswith(_TEMPORARY) for each in _listed(path))
 

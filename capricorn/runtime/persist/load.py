@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from capricorn.errors import ConfigError, StoreError
 from capricorn.runtime.persist.layout import VALUE, Manifest, Stored, damage_of, hash_of, key_of
-from capricorn.runtime.save.flat_state import Entry, flat_bytes
+from capricorn.runtime.save.flat_state import StateEntry, flat_bytes
 from capricorn.runtime.save.staging import payload_of
 from capricorn.runtime.store.slot import Slot, checksum
 
@@ -48,11 +48,11 @@ class Selection:
 
     sources: dict[str, str] = field(default_factory=dict)
     """By key of the state: under which it lies there."""
-    derived: dict[str, Entry] = field(default_factory=dict)
+    derived: dict[str, StateEntry] = field(default_factory=dict)
     """Small values that depend on the number of ranks, which is another now."""
 
 
-def select(entries: Sequence[Entry], manifest: Manifest, rank: int, world_size: int) -> Selection:
+def select(entries: Sequence[StateEntry], manifest: Manifest, rank: int, world_size: int) -> Selection:
     """What that rank takes.
 
     Raises:
@@ -107,8 +107,15 @@ def _source(key: str, manifest: Manifest, stacks: Mapping[tuple[str, str], list[
     return over[0] if agree else key
 
 
-def load_into(slot: Slot, entries: Sequence[Entry], selection: Selection, folder: Path, manifest: Manifest, rank: int,
-              world_size: int) -> None:  # fmt: skip
+def load_into(
+    slot: Slot,
+    entries: Sequence[StateEntry],
+    selection: Selection,
+    folder: Path,
+    manifest: Manifest,
+    rank: int,
+    world_size: int,
+) -> None:
     """Fills the payload and the table of a begun slot, and leaves it to be committed.
 
     Raises:
@@ -155,7 +162,7 @@ def _refuse(damage: Mapping[str, str], folder: Path) -> None:
         raise StoreError(f"{folder.name}: {key} {what}{more}")
 
 
-def _place(payload_B: Tensor, entry: Entry) -> Tensor:
+def _place(payload_B: Tensor, entry: StateEntry) -> Tensor:
     part_B = payload_B[entry.offset : entry.offset + entry.num_bytes]
     return part_B.view(getattr(torch, entry.dtype)).view(entry.shape)
 

@@ -8,7 +8,7 @@ from capricorn.config.fields import FrozenModel
 from capricorn.units import Bytes, Seconds
 
 
-class Work(FrozenModel):
+class WriterTask(FrozenModel):
     """What a writer is started with: who it writes for, and where."""
 
     run_id: str

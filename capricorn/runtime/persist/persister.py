@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from capricorn.errors import StoreError
 from capricorn.runtime.persist.layout import remove, sweep, temporary_of
-from capricorn.runtime.persist.messages import Answer, Order, Work
+from capricorn.runtime.persist.messages import Answer, Order, WriterTask
 from capricorn.runtime.store.node_store import NodeStore
 from capricorn.runtime.store.slot import Slot
 from capricorn.sizing.memory import NUM_SLOTS
@@ -40,7 +40,7 @@ class Persister:
         self._last = 0
         """Newest iteration that was persisted or skipped."""
         self._vote: tuple[torch.Tensor, dist.Work | None] | None = None
-        self._are_all_free = False
+        self._are_all_idle = False
         self._slot: Slot | None = None
         """What the writer is at, pinned."""
         self._order: Order | None = None
@@ -63,27 +63,27 @@ class Persister:
         """All ranks have agreed that this iteration is the newest one on disk, of those before the one restored."""
         self._last = newest
 
-    def ask(self, iteration: int) -> None:
-        """Starts to find out whether all writers are free for that iteration, if it is due; collective."""
+    def start_vote(self, iteration: int) -> None:
+        """Starts to find out whether all writers are idle for that iteration, if it is due; collective."""
         if self._is_due(iteration):
             self._poll()
-            free = torch.tensor(int(self._order is None))
-            self._vote = free, dist.all_reduce(free, dist.ReduceOp.MIN, group=self._job.control_group, async_op=True)
+            idle = torch.tensor(int(self._order is None))
+            self._vote = idle, dist.all_reduce(idle, dist.ReduceOp.MIN, group=self._job.control_group, async_op=True)
 
-    def learn(self) -> None:
+    def poll_vote(self) -> None:
         """Takes the answer, if there is one to come."""
         if self._vote is not None:
-            (free, work), self._vote = self._vote, None
+            (idle, work), self._vote = self._vote, None
             if work is not None:
                 work.wait()
-            self._are_all_free = bool(free)
+            self._are_all_idle = bool(idle)
 
     def take(self, iteration: int) -> None:
         """That iteration has become complete in memory on all ranks."""
         if not self._is_due(iteration):
             return
         self._last = iteration
-        if not self._are_all_free:
+        if not self._are_all_idle:
             self._counters.skipped_persists += 1
             return
         self._slot = slot = self._store.read(self._job.rank, iteration)
@@ -152,10 +152,10 @@ class Persister:
             self._store.unpin(self._slot)
         self._order = self._slot = None
 
-    def _work(self) -> Work:
+    def _work(self) -> WriterTask:
         job = self._job
         assert job.persist_dir is not None
-        return Work(
+        return WriterTask(
             run_id=job.run_id,
             attempt=job.attempt,
             rank=job.rank,
@@ -172,7 +172,7 @@ class Persister:
 class _Writer:
     """The process, and the lines to and from it."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: WriterTask) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "capricorn.runtime.persist.writer_process", work.model_dump_json()],
             stdin=subprocess.PIPE,

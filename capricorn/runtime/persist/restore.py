@@ -13,7 +13,7 @@ from capricorn.errors import ConfigError, StoreError
 from capricorn.runtime.comm.collectives import gather_texts, maximum, total
 from capricorn.runtime.persist.layout import Manifest, folder_of, iterations_in
 from capricorn.runtime.persist.load import load_into, num_lasting, select
-from capricorn.runtime.save.flat_state import Entry
+from capricorn.runtime.save.flat_state import StateEntry
 from capricorn.runtime.store.node_store import NodeStore
 from capricorn.systems.interface import JobContext
 
@@ -25,7 +25,7 @@ _WHOLE, _UNFIT = "whole ", "unfit "
 class PersistentTier:
     """The checkpoints on disk, as one rank finds them."""
 
-    def __init__(self, job: JobContext, root: Path, store: NodeStore, entries: Sequence[Entry]) -> None:
+    def __init__(self, job: JobContext, root: Path, store: NodeStore, entries: Sequence[StateEntry]) -> None:
         """`entries` are those of this rank's state."""
         self._root, self._store, self._entries = root, store, entries
         self._rank, self._group, self._attempt = job.rank, job.control_group, job.attempt

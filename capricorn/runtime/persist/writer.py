@@ -28,7 +28,7 @@ from capricorn.errors import StoreError
 from capricorn.runtime.persist.layout import (
     METADATA,
     Manifest,
-    Part,
+    RankPart,
     Stored,
     folder_of,
     given_up_of,
@@ -44,14 +44,14 @@ from capricorn.runtime.persist.layout import (
     temporary_of,
 )
 from capricorn.runtime.persist.load import FLAT, bytes_of
-from capricorn.runtime.persist.messages import Answer, Order, Work
+from capricorn.runtime.persist.messages import Answer, Order, WriterTask
 from capricorn.runtime.store.slot import COMPLETE, PAGE, Header, checksum, read_header
 from capricorn.units import Seconds, format_seconds
 
 POLL_S: Final[Seconds] = 0.02
 
 
-def write_checkpoint(work: Work, order: Order) -> Answer:
+def write_checkpoint(work: WriterTask, order: Order) -> Answer:
     """Writes this rank's part, and returns when the checkpoint is complete on disk or has failed."""
     folder = temporary_of(work.root, order.iteration, work.attempt)
     finish = _complete if work.rank == 0 else _wait_for_rank_0
@@ -78,7 +78,7 @@ def in_words(error: Exception) -> str:
 # --- the part of a rank ------------------------------------------------------------------------------------------
 
 
-def _write_part(work: Work, order: Order, folder: Path) -> Part:
+def _write_part(work: WriterTask, order: Order, folder: Path) -> RankPart:
     if work.rank == 0:
         sweep(work.root, but=folder)  # of a writer that was killed; only one checkpoint is on its way
     folder.mkdir(exist_ok=True)
@@ -89,12 +89,12 @@ def _write_part(work: Work, order: Order, folder: Path) -> Part:
         # The disk may be full, and rank 0 waits. If not even that can be written, it does so in vain.
         with contextlib.suppress(OSError):
             (folder / rank_file(work.rank)).unlink(missing_ok=True)
-            _hand_in(folder, work.rank, Part(failure=in_words(error)))
+            _hand_in(folder, work.rank, RankPart(failure=in_words(error)))
         raise
     return part
 
 
-def _write_tensors(work: Work, order: Order, folder: Path) -> Part:
+def _write_tensors(work: WriterTask, order: Order, folder: Path) -> RankPart:
     layout = json.loads(work.layout.read_text(encoding="utf-8"))
     header = _complete_header(order)
     with order.slot.open("rb") as file:
@@ -111,7 +111,7 @@ def _write_tensors(work: Work, order: Order, folder: Path) -> Part:
     path = folder / rank_file(work.rank)
     sync(path)
     stored = _describe(tensors, results, path, work.rank)
-    return Part(tensors=stored, aliases=layout["aliases"], files={path.name: path.stat().st_size})
+    return RankPart(tensors=stored, aliases=layout["aliases"], files={path.name: path.stat().st_size})
 
 
 def _complete_header(order: Order) -> Header:
@@ -146,7 +146,7 @@ def _view(slot: mmap.mmap, dtype: str, shape: list[int], offset: int) -> Tensor:
     return torch.frombuffer(slot, dtype=kind, count=count, offset=offset).view(shape)
 
 
-def _write(tensors: Mapping[str, Tensor], folder: Path, work: Work) -> list[WriteResult]:
+def _write(tensors: Mapping[str, Tensor], folder: Path, work: WriterTask) -> list[WriteResult]:
     planner, writer = DefaultSavePlanner(**FLAT), _writer(folder)
     planner.set_up_planner(dict(tensors), is_coordinator=work.rank == 0)
     mine = writer.prepare_local_plan(planner.create_local_plan())
@@ -183,7 +183,7 @@ def _describe(tensors: Mapping[str, Tensor], results: list[WriteResult], path: P
     return stored
 
 
-def _hand_in(folder: Path, rank: int, part: Part) -> None:
+def _hand_in(folder: Path, rank: int, part: RankPart) -> None:
     """Appears whole: rank 0 may be waiting for it."""
     temporary = folder / f".{part_file(rank)}"
     temporary.write_text(part.model_dump_json(), encoding="utf-8")
@@ -193,11 +193,11 @@ def _hand_in(folder: Path, rank: int, part: Part) -> None:
 # --- all parts together ------------------------------------------------------------------------------------------
 
 
-def _complete(work: Work, order: Order, folder: Path) -> None:
+def _complete(work: WriterTask, order: Order, folder: Path) -> None:
     """Waits for the other parts, writes what tells of all of them, and gives the folder its name."""
     names = [part_file(rank) for rank in range(work.world_size)]
     _wait_for(lambda: all((folder / name).exists() for name in names), work, "the parts of all ranks")
-    parts = [Part.model_validate_json((folder / name).read_bytes()) for name in names]
+    parts = [RankPart.model_validate_json((folder / name).read_bytes()) for name in names]
     for rank, part in enumerate(parts):
         if part.failure:
             raise StoreError(f"rank {rank}: {part.failure}")
@@ -213,14 +213,14 @@ def _complete(work: Work, order: Order, folder: Path) -> None:
     prune(work.root, order.iteration, work.keep)
 
 
-def _wait_for_rank_0(work: Work, order: Order, folder: Path) -> None:
+def _wait_for_rank_0(work: WriterTask, order: Order, folder: Path) -> None:
     given_up = given_up_of(folder)
     _wait_for(lambda: given_up.exists() or not folder.exists(), work, "rank 0 to complete it")
     if given_up.exists() or not folder_of(work.root, order.iteration).exists():
         raise StoreError("rank 0 gave it up")
 
 
-def _write_metadata(folder: Path, parts: list[Part]) -> None:
+def _write_metadata(folder: Path, parts: list[RankPart]) -> None:
     """The library's own table of contents, written by the library."""
     writer, planner, plans = _writer(folder), DefaultSavePlanner(**FLAT), []
     for part in parts:
@@ -240,7 +240,7 @@ def _result(key: str, stored: Stored) -> WriteResult:
     return WriteResult(index=index, size_in_bytes=stored.num_bytes, storage_data=place)
 
 
-def _manifest(work: Work, order: Order, folder: Path, parts: list[Part]) -> Manifest:
+def _manifest(work: WriterTask, order: Order, folder: Path, parts: list[RankPart]) -> Manifest:
     with mapped(folder / METADATA) as data:
         metadata_xxh3, files = hash_of(data), {METADATA: len(data)}
     tensors: dict[str, Stored] = {}
@@ -264,7 +264,7 @@ def _manifest(work: Work, order: Order, folder: Path, parts: list[Part]) -> Mani
     )
 
 
-def _wait_for(happened: Callable[[], bool], work: Work, what: str) -> None:
+def _wait_for(happened: Callable[[], bool], work: WriterTask, what: str) -> None:
     deadline_s = time.monotonic() + work.timeout_s
     while not happened():
         if time.monotonic() > deadline_s:

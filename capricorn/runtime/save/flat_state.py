@@ -25,7 +25,7 @@ Values = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class StateEntry:
     """One named tensor and its place in the shard."""
 
     key: str
@@ -85,8 +85,8 @@ class FlatState:
         self._capture, self._publish = capture, publish
         self._values = {key: value.detach().clone() for key, value in capture().items()}
         self.aliases = dict(aliases or {})
-        self.entries: list[Entry] = []
-        sources: list[tuple[Entry, Tensor]] = []
+        self.entries: list[StateEntry] = []
+        sources: list[tuple[StateEntry, Tensor]] = []
         seen: dict[tuple[object, ...], str] = {}
         offset = 0
         for key, tensor in [*tensors.items(), *((f"value/{k}", v) for k, v in self._values.items())]:
@@ -96,7 +96,7 @@ class FlatState:
                 continue
             seen[identity] = key
             num_bytes = tensor.numel() * tensor.element_size()
-            entry = Entry(key, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset, num_bytes)
+            entry = StateEntry(key, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset, num_bytes)
             self.entries.append(entry)
             sources.append((entry, tensor.detach()))
             offset += -(-num_bytes // ALIGNMENT) * ALIGNMENT
@@ -144,7 +144,7 @@ def _identity(key: str, tensor: Tensor) -> tuple[object, ...]:
     return storage, tensor.storage_offset(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
-def _refuse_overlap(sources: list[tuple[Entry, Tensor]]) -> None:
+def _refuse_overlap(sources: list[tuple[StateEntry, Tensor]]) -> None:
     spans = sorted(
         (t.data_ptr(), t.data_ptr() + e.num_bytes, e.key) for e, t in sources if t.is_contiguous() and e.num_bytes
     )
@@ -153,7 +153,7 @@ def _refuse_overlap(sources: list[tuple[Entry, Tensor]]) -> None:
             raise ConfigError(f"{key} and {other} share part of their memory; only whole tensors can be tied")
 
 
-def _runs(sources: list[tuple[Entry, Tensor]]) -> list[Run]:
+def _runs(sources: list[tuple[StateEntry, Tensor]]) -> list[Run]:
     # Neighbours in the shard that are neighbours in memory (the experts of one stacked tensor) become one copy.
     runs: list[Run] = []
     for entry, tensor in sources:

@@ -54,7 +54,7 @@ class LiveSource:
         if self._cuda is not None and self._updated is not None:
             self._cuda.wait_event(self._updated)
 
-    def part(self, start: int, stop: int) -> memoryview:
+    def view(self, start: int, stop: int) -> memoryview:
         """Those bytes of the shard, which lie in one block; valid until as many buffers have been asked for."""
         unit = start // self._unit_bytes
         self._fill(unit)
@@ -65,10 +65,10 @@ class LiveSource:
         offset = unit * self._unit_bytes
         return self._views[unit % len(self._views)][start - offset : stop - offset]
 
-    def check(self, index: int) -> int:
+    def checksum(self, index: int) -> int:
         """Checksum of that block."""
         block = self.layout.block(index)
-        return checksum(self.part(block.start, block.stop))
+        return checksum(self.view(block.start, block.stop))
 
     def _fill(self, unit: int) -> None:
         place = unit % len(self._buffers)
@@ -125,7 +125,7 @@ def _cut(runs: list[Run], unit_bytes: Bytes, num_units: int) -> list[list[tuple[
 
 
 class CutStager:
-    """Stages only while training communicates, or while an update waits; at other times the host receives replicas."""
+    """Stages only while training communicates, or while an update waits; at other times the holder receives replicas."""
 
     def __init__(self, stager: Stager, *, patience_s: Seconds) -> None:
         """No block waits longer than `patience_s`."""

@@ -14,7 +14,7 @@ MAX_TURNS = 100
 """Deadlines that one replica may take to get out before those that follow are given up."""
 
 
-class Save:
+class ReplicatedSave:
     """One checkpoint of one rank on its way: staged into a local slot, then replicated.
 
     Attributes:
@@ -24,9 +24,9 @@ class Save:
     """
 
     def __init__(
-        self, iteration: int, keep: int, plan: Plan, hosts: Sequence[int], live: LiveSource | None = None
+        self, iteration: int, keep: int, plan: Plan, holders: Sequence[int], live: LiveSource | None = None
     ) -> None:
-        """`hosts` get a replica each, in this order."""
+        """`holders` get a replica each, in this order."""
         self.live = live
         self.iteration, self.keep, self.plan = iteration, keep, plan
         self.is_local = False
@@ -35,8 +35,8 @@ class Save:
         self._staged_blocks = 0
         self._is_staged = False
         self._is_given_up = False
-        self._open_links = len(hosts)
-        self._turns = list(hosts)
+        self._open_links = len(holders)
+        self._turns = list(holders)
         self._changed = threading.Condition()
 
     def advance(self, staged_blocks: int) -> None:
@@ -52,20 +52,20 @@ class Save:
                 self.failures.append(failure)
             self._changed.notify_all()
 
-    def wait_turn(self, host: int, timeout_s: Seconds) -> bool:
-        """Waits until the hosts before this one have been sent theirs; False if that took too long.
+    def wait_turn(self, holder: int, timeout_s: Seconds) -> bool:
+        """Waits until the holders before this one have been sent theirs; False if that took too long.
 
         One after the other, as planned: they share our end of the link. Each may take as long as the gate holds it.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._is_given_up or self._turns[:1] == [host], MAX_TURNS * timeout_s)
-            return not self._is_given_up and self._turns[:1] == [host]
+            self._changed.wait_for(lambda: self._is_given_up or self._turns[:1] == [holder], MAX_TURNS * timeout_s)
+            return not self._is_given_up and self._turns[:1] == [holder]
 
-    def end_turn(self, host: int) -> None:
-        """That host has been sent its replica, or will not be."""
+    def end_turn(self, holder: int) -> None:
+        """That holder has been sent its replica, or will not be."""
         with self._changed:
-            if host in self._turns:
-                self._turns.remove(host)
+            if holder in self._turns:
+                self._turns.remove(holder)
             self._changed.notify_all()
 
     def finish_link(self, failure: str = "") -> None:

@@ -59,7 +59,7 @@ def payload_of(slot: Slot) -> Tensor:
     return torch.frombuffer(slot.payload, dtype=torch.uint8)
 
 
-class HostStager:
+class CpuStager:
     """Copies on the calling thread; a torch copy holds the GIL for its launch only."""
 
     def __init__(self, state: FlatState, slots: list[Slot]) -> None:
@@ -136,4 +136,4 @@ def _cudart() -> Any:
 
 def make_stager(state: FlatState, slots: list[Slot], device: torch.device) -> Stager:
     """The stager for that device."""
-    return CudaStager(state, slots, device) if device.type == "cuda" else HostStager(state, slots)
+    return CudaStager(state, slots, device) if device.type == "cuda" else CpuStager(state, slots)

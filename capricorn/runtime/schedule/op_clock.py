@@ -37,7 +37,7 @@ class Clock(Protocol):
     def close(self) -> None: ...
 
 
-class HostClock:
+class CpuClock:
     """On the CPU what was launched is done."""
 
     def at(self, reached: Reached) -> None:
@@ -83,4 +83,4 @@ class CudaClock:
 
 def make_clock(device: torch.device) -> Clock:
     """The clock of that device."""
-    return CudaClock(device) if device.type == "cuda" else HostClock()
+    return CudaClock(device) if device.type == "cuda" else CpuClock()

@@ -63,7 +63,7 @@ class Scheduler(TrainerHook):
         ends: Sequence[int],
         world_size: int,
     ) -> None:
-        """`ends` are the ranks whose links the traffic of this one uses: its own and its hosts'."""
+        """`ends` are the ranks whose links the traffic of this one uses: its own and its holders'."""
         self._planner, self._gate, self._clock, self._profiler = planner, gate, clock, profiler
         self._signals, self._ends, self._world_size = signals, ends, world_size
         self._idle_s: Seconds = 0.0
@@ -75,7 +75,7 @@ class Scheduler(TrainerHook):
         self._profiled_tokens: dict[int, tuple[int, ...]] = {}
         self._planning = Planning()
         self._lost_s = self._cost_s = 0.0
-        self._heard = (0.0, 0.0)
+        self._greatest_losses_s = (0.0, 0.0)
 
     # --- plans, between iterations -------------------------------------------------------------------------------
 
@@ -94,7 +94,7 @@ class Scheduler(TrainerHook):
         now.link_bytes_per_s = link.bytes_per_s if link is not None else 0.0
         return self._plan
 
-    def learn(self) -> None:
+    def take_profile(self) -> None:
         """Takes in what was measured of the last iteration; collective."""
         with self._timed("profile_s"):
             profile = self._profiler.take(self._profiled_tokens)
@@ -104,9 +104,9 @@ class Scheduler(TrainerHook):
                 durations_s = profile.span_s()
                 self._idle_s = sum(map(min, zip(*(durations_s[rank] for rank in self._ends), strict=True)))
 
-    def overdue(self) -> None:
+    def note_deadline_missed(self) -> None:
         """The checkpoint on its way holds up the next one."""
-        self._gate.note_overdue()
+        self._gate.note_deadline_missed()
 
     def overflow(self, waited_s: Seconds) -> None:
         """An update has waited so long for chunks to leave."""
@@ -134,9 +134,9 @@ class Scheduler(TrainerHook):
         self._lost_s = self._cost_s = 0.0
         return taken
 
-    def hear_losses(self, lost_s: Seconds, cost_s: Seconds) -> None:
+    def note_losses(self, lost_s: Seconds, cost_s: Seconds) -> None:
         """The same of the rank that lost most."""
-        self._heard = (self._heard[0] + lost_s, self._heard[1] + cost_s)
+        self._greatest_losses_s = (self._greatest_losses_s[0] + lost_s, self._greatest_losses_s[1] + cost_s)
 
     def take(self) -> Planning:
         """What planning did since the last call."""
@@ -196,8 +196,8 @@ class Scheduler(TrainerHook):
             with self._timed("profile_s"):
                 self._edges = _Edges.of(spans_of(self._profiler.share()))
                 self._profiled_tokens = dict(self._tokens)
-        self._planner.note(iteration, *self._heard)
-        self._heard = (0.0, 0.0)
+        self._planner.note(iteration, *self._greatest_losses_s)
+        self._greatest_losses_s = (0.0, 0.0)
 
     # --- spans ---------------------------------------------------------------------------------------------------
 
@@ -211,7 +211,7 @@ class Scheduler(TrainerHook):
             self._clock.at(lambda now_s: self._open(number, now_s, limit))
 
     def _open(self, number: int, begin_s: Seconds, limit: Limit) -> None:
-        """Tells the begin of a span to the owners we host and to our own gate."""
+        """Tells the begin of a span to the owners whose replicas are kept here, and to our own gate."""
         self._signals.tell(number)
         self._gate.open(number, begin_s, limit)
 
@@ -230,13 +230,13 @@ class Scheduler(TrainerHook):
 
 
 def make_scheduler(
-    job: JobContext, planner: Planner, gate: Gate, secret: bytes, hosts: Sequence[int], owners: Sequence[int]
+    job: JobContext, planner: Planner, gate: Gate, secret: bytes, holders: Sequence[int], owners: Sequence[int]
 ) -> Scheduler:
-    """The scheduler of a rank that sends to `hosts` and keeps replicas of `owners`; collective."""
+    """The scheduler of a rank that sends to `holders` and keeps replicas of `owners`; collective."""
     clock = make_clock(job.device)
     signals = IdleSignals(job.rank, job.address, secret, job.topology.world_size)
     try:
-        signals.start(gather_addresses(job.control_group, signals.address), owners, hosts, gate.hear)
+        signals.start(gather_addresses(job.control_group, signals.address), owners, holders, gate.hear)
         for _ in range(FIRST_QUESTIONS):
             signals.ask_time()
         profiler = Profiler(clock, job.control_group, signals.offset_s)
@@ -244,4 +244,4 @@ def make_scheduler(
         signals.close()
         clock.close()
         raise
-    return Scheduler(planner, gate, clock, profiler, signals, [job.rank, *hosts], job.topology.world_size)
+    return Scheduler(planner, gate, clock, profiler, signals, [job.rank, *holders], job.topology.world_size)

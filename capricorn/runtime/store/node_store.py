@@ -47,7 +47,7 @@ class NodeStore:
     """One node's copies; implements `MemoryStore`. Each owner's slots have one writer at a time."""
 
     def __init__(self, folder: Path, facts: NodeFacts, tap: Tap | None = None) -> None:
-        """`tap` is called before each change of the hosted copies and their layouts."""
+        """`tap` is called before each change of the copies held and their layouts."""
         self._tap = tap
         self.folder, self.run_id, self.node = folder, facts.run_id, facts.node
         self.topology = Topology(facts.num_nodes, facts.ranks_per_node)
@@ -93,7 +93,7 @@ class NodeStore:
         except (ValidationError, ConfigError):
             raise StoreError(f"{folder / _NODE} is damaged: it does not describe a node") from None
 
-    def host(self, owner: int, layout: Layout, num_slots: int = NUM_SLOTS) -> list[Slot]:
+    def open_slots(self, owner: int, layout: Layout, num_slots: int = NUM_SLOTS) -> list[Slot]:
         """The slots for that owner, made if need be; what survives in them is kept.
 
         One more than usual lets one of them be pinned.
@@ -137,12 +137,12 @@ class NodeStore:
         self._pinned.remove(slot)
 
     def iterations(self, owner: int) -> list[int]:
-        """Iterations of which a hosted owner has a complete copy here, by their headers."""
+        """Iterations of which an owner whose copies are held has a complete copy here, by their headers."""
         headers = (slot.header for slot in self._slots[owner] if slot.is_complete)
         return [header.iteration for header in headers if header is not None]
 
     def forget_after(self, iteration: int) -> None:
-        """Empties the hosted copies of later iterations: after a rollback they belong to an abandoned future."""
+        """Empties the copies held of later iterations: after a rollback they belong to an abandoned future."""
         for slots in self._slots.values():
             for slot in slots:
                 header = slot.header

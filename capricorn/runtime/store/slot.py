@@ -169,11 +169,11 @@ class Slot:
     def header(self) -> Header | None:
         return Header.unpack(self._map[:PAGE])
 
-    def part(self, start: int, stop: int) -> memoryview:
+    def view(self, start: int, stop: int) -> memoryview:
         """Those bytes of the payload."""
         return self.payload[start:stop]
 
-    def check(self, index: int) -> int:
+    def checksum(self, index: int) -> int:
         """Checksum of that block."""
         return int(self.table[index])
 
