@@ -63,7 +63,7 @@ class Gemini(GeminiStaged):
 
     def before_update(self, iteration: int) -> None:
         self._local.open()
-        save = self._completion.pending
+        save = self._commit_tracker.pending
         if save is not None:
             assert self._executor is not None
             begin_s = time.perf_counter()

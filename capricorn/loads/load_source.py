@@ -1,4 +1,4 @@
-"""The shares that the settings of a run ask for, wherever they come from."""
+"""The shares that the load source of a run gives, whichever it is."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from capricorn.sizing.memory import num_moe_layers
 
 
 def source_shares(loads: LoadsConfig, model: ModelConfig, *, num_iterations: int, seed: int) -> Shares | None:
-    """The shares [iterations, MoE layers, experts] of a run, or None if its router decides.
+    """Returns the shares [iterations, MoE layers, experts] of a run, or None if its router decides.
+
+    Args:
+        loads: the load source, and where a run begins in it.
+        model: whose experts they are.
+        num_iterations: of the run.
+        seed: of synthetic loads.
 
     Raises:
         ConfigError: the source is neither the router nor a phase nor a trace that suits the model.

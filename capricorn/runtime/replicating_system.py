@@ -1,6 +1,8 @@
 """The replicating system: every checkpoint is staged into a local slot and sent from there to peer nodes.
 
-It puts the machinery together; what is sent when is the planner's decision. Registered as `capricorn`.
+It puts the machinery together: the states of a save stand in `save.save`, those of a vote in `commit_tracker`, those of
+a recovery in `recovery`, those of the persistent tier in `persist.persister`. What is sent when is the planner's
+decision. Registered as `capricorn`.
 """
 
 from __future__ import annotations
@@ -40,14 +42,16 @@ class ReplicatingSystem(CheckpointSystem):
     """Checkpoints into the memory of this node and of its peers.
 
     The update waits for the local copy alone, which is made while the next iteration computes. One save is on its way
-    at a time; the next starts once it has settled on all ranks, which is learned from a reduction of a few integers per
-    iteration. Source: Capricorn, CLUSTER 2025 (what is checkpointed and where); the staged path is ours.
+    at a time; the next starts once it has settled on all ranks, which a vote tells: a reduction of a few integers per
+    iteration.
+
+    Source: Capricorn, CLUSTER 2025 (what is checkpointed and where); the staged path is ours.
     """
 
     name: ClassVar[str] = "capricorn"
     can_be_replaced: ClassVar[bool] = True
     plans: ClassVar[bool] = True
-    """Whether idle spans are looked for; else all is sent as soon as it is staged."""
+    """Whether idle spans are looked for; otherwise all is sent as soon as it is staged."""
 
     def __init__(self) -> None:
         self._counters = Counters()
@@ -94,10 +98,12 @@ class ReplicatingSystem(CheckpointSystem):
             idle_priority=idle_priority,
             live=live,
         )
-        self._completion = CommitTracker[ReplicatedSave](job.control_group)
-        tier = PersistentTier(job, job.persist_dir, store, state.entries) if job.persist_dir is not None else None
+        self._commit_tracker = CommitTracker[ReplicatedSave](job.control_group)
+        persistent_tier = None
+        if job.persist_dir is not None:
+            persistent_tier = PersistentTier(job, job.persist_dir, store, state.entries)
         mine = [job.rank, *owners]
-        self._recovery = Recovery(job.rank, job.control_group, store, mine, self._links, job.attempt, tier)
+        self._recovery = Recovery(job.rank, job.control_group, store, mine, self._links, job.attempt, persistent_tier)
         self._persister.start()
 
     def on_iteration_begin(self, iteration: int) -> None:
@@ -122,7 +128,7 @@ class ReplicatingSystem(CheckpointSystem):
         if self._waiting is not None:
             self._overflow()
             self._start(self._waiting)
-        save = self._completion.pending
+        save = self._commit_tracker.pending
         if save is not None:
             if not save.wait_staged(self._timeout_s):
                 raise StoreError(f"rank {self._job.rank}: iteration {save.iteration} is still not staged")
@@ -153,7 +159,7 @@ class ReplicatingSystem(CheckpointSystem):
         self._scheduler.on_iteration_end(iteration)
 
     def latest_complete(self) -> int | None:
-        return self._completion.latest or None
+        return self._commit_tracker.latest or None
 
     def latest_local(self) -> int | None:
         return self._latest_local or None
@@ -174,7 +180,7 @@ class ReplicatingSystem(CheckpointSystem):
         self._state.load(payload_of(slot))
         self._state.publish()
         self._forget_after(found.iteration)
-        self._completion.latest = self._latest_local = found.iteration
+        self._commit_tracker.latest = self._latest_local = found.iteration
         self._replace_lost(found.iteration, found.holders[self._job.rank])
         self._persister.resume(found.newest_persisted)
         times = found.agree_s, found.fetch_s, time.perf_counter() - begin_s
@@ -217,15 +223,15 @@ class ReplicatingSystem(CheckpointSystem):
         return SpanPlanner(config, rank=self._job.rank, holders=holders, shard_bytes=shard_bytes)
 
     def _is_reactive(self) -> bool:
-        """Whether chunks pass by what the link really does, or by the plan alone."""
+        """Tells whether chunks pass by what the link really does, or by the plan alone."""
         return self._job.planner.gate
 
     def _make_sources(self, stager: Stager, layout: Layout) -> tuple[Stager, LiveSource | None]:
-        """What stages the local copy, and what replicas are sent from if that is not the local copy."""
+        """Returns the stager of the local copy, and the live source if replicas are sent from the live state."""
         return stager, None
 
     def _peers(self, nodes_of: Callable[[int, int, int], list[int]]) -> list[int]:
-        """Ranks that stand where we stand on other nodes."""
+        """Returns the ranks with this rank's local rank on the nodes that `nodes_of` names."""
         topology = self._job.topology
         node, local_rank = topology.node_of(self._job.rank), topology.local_rank_of(self._job.rank)
         nodes = nodes_of(node, topology.num_nodes, self._job.config.replicas)
@@ -253,14 +259,14 @@ class ReplicatingSystem(CheckpointSystem):
         assert self._executor is not None
         is_late, self._waiting = self._waiting is not None, None
         plan = self._scheduler.plan(iteration, self._executor.link_model(), is_late=is_late)
-        save = self._executor.start(iteration, self._completion.latest, plan)
-        self._completion.track(save)
+        save = self._executor.start(iteration, self._commit_tracker.latest, plan)
+        self._commit_tracker.track(save)
 
     def _retry_waiting(self, op: OpKey) -> None:
-        """The save before is late: starts the next one as soon as that has settled.
+        """Starts the waiting save as soon as the one before has settled on all ranks.
 
-        Asks when a rank comes to its experts and takes the answer when it is done with them, and with what follows. In
-        between the links are empty: nobody waits for the answer.
+        A vote starts when a rank comes to its experts and is polled when it is done with them, and with what follows.
+        In between the links are empty: nobody waits for the answer.
         """
         into, out_of = ("dispatch", "combine") if op.direction == "forward" else ("combine", "dispatch")
         if op.kind == into:
@@ -269,21 +275,21 @@ class ReplicatingSystem(CheckpointSystem):
             self._start(self._waiting)
 
     def _start_vote(self) -> None:
-        """Asks once all ranks have come to the same moment whether the save on its way has settled."""
-        save = self._completion.pending
-        if save is not None and self._completion.can_start_vote:
-            self._completion.start_vote(self._scheduler.take_losses())
+        """Starts a vote on the pending save, once all ranks have come to the same moment; collective."""
+        save = self._commit_tracker.pending
+        if save is not None and self._commit_tracker.can_start_vote:
+            self._commit_tracker.start_vote(self._scheduler.take_losses())
             self._persister.start_vote(save.iteration)
 
     def _poll_vote(self) -> bool:
-        """Takes what the last reduction said; whether no save is on its way any more."""
-        save = self._completion.pending
-        is_settled = self._completion.poll_vote()
+        """Takes in the result of the last vote; returns whether no save is on its way any more."""
+        save = self._commit_tracker.pending
+        is_settled = self._commit_tracker.poll_vote()
         self._persister.poll_vote()
-        self._scheduler.note_losses(*self._completion.losses_s)
+        self._scheduler.note_losses(*self._commit_tracker.losses_s)
         if not is_settled or save is None:
             return is_settled
-        if self._completion.latest == save.iteration:
+        if self._commit_tracker.latest == save.iteration:
             self._completed.append(save.iteration)
             self._persister.take(save.iteration)
         if save.failures:
@@ -292,30 +298,30 @@ class ReplicatingSystem(CheckpointSystem):
         return True
 
     def _settle(self, timeout_s: Seconds) -> None:
-        """Blocks until no save is on its way on any rank; each rank waits for its own, so one reduction is enough."""
+        """Blocks until no save is on its way on any rank; each rank waits for its own, so one vote is enough."""
         if self._poll_vote():
             return
         assert self._executor is not None
-        assert self._completion.pending is not None
-        self._executor.settle(self._completion.pending, timeout_s)
+        assert self._commit_tracker.pending is not None
+        self._executor.settle(self._commit_tracker.pending, timeout_s)
         self._start_vote()
         self._poll_vote()
 
     def _overflow(self) -> None:
-        """Blocks until the save on its way has settled on all ranks, which is charged to it."""
+        """Blocks until the save on its way has settled on all ranks; the wait is booked as its overflow."""
         begin_s = time.perf_counter()
         self._settle(self._timeout_s)
         self._scheduler.overflow(time.perf_counter() - begin_s)
 
     def _finish(self, timeout_s: Seconds) -> None:
-        """Blocks until all that was requested is in place or has failed, also what could not start yet."""
+        """Blocks until everything requested is in place or has failed, also a save that could not start yet."""
         self._settle(timeout_s)
         if self._waiting is not None:
             self._start(self._waiting)
             self._settle(timeout_s)
 
     def _forget_after(self, iteration: int) -> None:
-        """Once, before the first save: empties what an abandoned attempt has left of later iterations."""
+        """Empties, before the first save, the slots that an abandoned attempt left of later iterations; collective."""
         if not self._is_clean:
             assert self._store is not None
             self._store.forget_after(iteration)
@@ -323,8 +329,8 @@ class ReplicatingSystem(CheckpointSystem):
             self._is_clean = True
 
     def _replace_lost(self, iteration: int, holders: Sequence[int]) -> None:
-        """Sends the restored state to holders that have lost it, so that the next failure finds all replicas again."""
+        """Sends the restored state to the holders that lost it, so that the next failure finds all replicas again."""
         assert self._executor is not None
         lost = [link.holder for link in self._links if link.holder not in holders]
         plan = self._scheduler.plan(iteration, None)
-        self._completion.track(self._executor.resend(iteration, plan, lost))
+        self._commit_tracker.track(self._executor.resend(iteration, plan, lost))

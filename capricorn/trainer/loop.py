@@ -57,7 +57,7 @@ class StallMeter(TrainerHook):
 
 @dataclass(frozen=True, slots=True)
 class TrainedIteration:
-    """One iteration on one rank."""
+    """The loss and the times of one iteration on one rank."""
 
     iteration: int
     loss: float
@@ -77,7 +77,16 @@ class Trainer:
         meter: StallMeter,
         hook: TrainerHook,
     ) -> None:
-        """`hook` hears every moment; `meter`, which is part of it, is the checkpointing system."""
+        """Puts the parts of a training together.
+
+        Args:
+            model: yields the loss of a batch.
+            optimizer: updates the model.
+            batches: of this rank.
+            device: where the model is.
+            meter: the checkpointing system; it is part of `hook`.
+            hook: hears every moment.
+        """
         self._model, self._optimizer, self._batches, self._device = model, optimizer, batches, device
         self._meter, self._hook = meter, hook
 

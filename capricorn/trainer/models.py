@@ -25,10 +25,10 @@ def build_model(
     seed: int,
     forced_routing: ForcedRouting | None = None,
 ) -> nn.Module:
-    """The model with the experts of `rank`; called as `model(tokens_BS, targets_BS, hook)` it yields the loss.
+    """Returns the model with the experts of `rank`; called as `model(tokens_BS, targets_BS, hook)` it yields the loss.
 
     The initial weights depend on the seed and the parameter's global name only: the dense ones are equal on all ranks,
-    and a model on one rank starts equal to the same model on many.
+    and a model on one rank starts equal to that on many.
 
     Args:
         config: its family chooses the class.
@@ -37,7 +37,7 @@ def build_model(
         network: exchanges tokens.
         device: where parameters live; on `meta` they have no values.
         seed: of the initial weights.
-        forced_routing: assigns the experts, in place of the router's; not for family `gpt-moe`.
+        forced_routing: assigns the experts, in place of the router; not for family `gpt-moe`.
     """
     with torch.device(device):
         if config.family == "gpt-moe":

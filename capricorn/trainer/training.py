@@ -1,4 +1,4 @@
-"""What a rank trains: model, optimizer, data and their state. Made once, and kept when the job starts again.
+"""The training of one rank: model, optimizer, data and their state. Made once, and kept when the job starts again.
 
 Knows no checkpoint, no failure and no process.
 """
@@ -21,10 +21,17 @@ from capricorn.trainer.training_state import training_state
 
 
 class RankTraining:
-    """One rank's part, at the initial state of the seed."""
+    """One rank's part of the training, at the initial state of the seed."""
 
     def __init__(self, job: Job, rank: int, device: torch.device, routes: dict[int, Route]) -> None:
-        """Collective: all ranks are in the default group."""
+        """Builds all parts; collective: all ranks are in the default group.
+
+        Args:
+            job: the scenario and the file of tokens.
+            rank: this rank.
+            device: where the model lives.
+            routes: by rank, the way there over paced links.
+        """
         scenario = job.scenario
         seed, world_size = scenario.train.seed, scenario.topology.world_size
         self.device, self.forced_routing = device, _forced_routing(scenario, rank)
@@ -41,7 +48,7 @@ class RankTraining:
         self._use(None)
 
     def rejoin(self) -> None:
-        """Goes on in the default group of now, which has the same ranks as that before."""
+        """Goes on in the default group of now, which has the ranks of the one before."""
         self._use(dist.group.WORLD)
 
     def _use(self, group: dist.ProcessGroup | None) -> None:
@@ -49,7 +56,7 @@ class RankTraining:
 
 
 def _forced_routing(scenario: Scenario, rank: int) -> ForcedRouting | None:
-    """Loads that overrule the router's, if the scenario gives some."""
+    """Returns the forced routing of a scenario with a load source; None if the router decides."""
     loads, train, model = scenario.loads, scenario.train, scenario.model
     shares_IME = source_shares(loads, model, num_iterations=train.iterations, seed=train.seed)
     if shares_IME is None:

@@ -263,7 +263,7 @@ class Job(Training):
 def save_and_restore(rank: int, num_nodes: int, folder: str, system: type[Any], replicas: int) -> dict[str, Any]:
     job = Job(rank, num_nodes, folder, system, replicas=replicas)
     planned = job.run(1, 12)
-    waiting = job.system._completion.pending is not None
+    waiting = job.system._commit_tracker.pending is not None
     job.system.drain(10.0)
     completed = job.system.take_completed()
     job.system.close()
@@ -308,7 +308,7 @@ def update_at_once(rank: int, num_nodes: int, folder: str) -> bool:
     for iteration in range(1, 9):
         job.run(iteration, iteration)
         job.system.before_update(iteration + 1)
-        save = job.system._completion.pending
+        save = job.system._commit_tracker.pending
         out.append(save is None or save.is_settled)
         job.system.after_update(iteration)
     job.system.drain(10.0)

@@ -17,7 +17,7 @@ from capricorn.runtime.comm.wire import receive, send
 from capricorn.units import Seconds
 
 HANDSHAKE_TIMEOUT_S: Final[Seconds] = 5.0
-"""Of the whole handshake, whatever trickles in."""
+"""Deadline of the whole handshake, even if bytes trickle in."""
 _MAGIC = b"CPRN"
 _VERSION = 1
 _NONCE = 16
@@ -27,7 +27,7 @@ _HELLO = struct.Struct(f"<4sHIII32s{_NONCE}s")
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who speaks with whom, in which run and attempt; a peer that says otherwise is refused."""
+    """The run and attempt of a rank; a peer of another run or attempt is refused."""
 
     run_id: str
     attempt: int
@@ -35,18 +35,26 @@ class Identity:
     """Drawn anew in every attempt and never sent."""
 
     def hello(self, owner: int, holder: int, nonce: bytes) -> bytes:
+        """Returns the message by which `owner` introduces itself to `holder`."""
         run = hashlib.sha256(self.run_id.encode()).digest()
         return _HELLO.pack(_MAGIC, _VERSION, self.attempt, owner, holder, run, nonce)
 
     def mac(self, role: bytes, *parts: bytes) -> bytes:
+        """Returns the proof that the sender, in that role, knows the secret."""
         return hmac.digest(self.secret, role + b"".join(parts), "sha256")
 
 
 def greet(sock: socket.socket, me: Identity, owner: int, holder: int) -> None:
-    """The connecting side of the handshake.
+    """Proves to the holder who connects, and has the holder prove itself: the connecting side of the handshake.
+
+    Args:
+        sock: connected to the holder.
+        me: run, attempt and secret of this rank.
+        owner: this rank.
+        holder: the rank that is meant to answer.
 
     Raises:
-        TransportError: the other side refused us or could not prove that it knows the secret.
+        TransportError: the holder refused us or could not prove that it knows the secret.
     """
     nonce, until_s = os.urandom(_NONCE), time.monotonic() + HANDSHAKE_TIMEOUT_S
     challenge = receive(sock, _NONCE, until_s=until_s)
@@ -57,10 +65,18 @@ def greet(sock: socket.socket, me: Identity, owner: int, holder: int) -> None:
 
 
 def welcome(sock: socket.socket, me: Identity, holder: int, owners: Collection[int]) -> int:
-    """The accepting side of the handshake; yields the owner that connected.
+    """Returns the owner that connected, once it has proved itself: the accepting side of the handshake.
+
+    Args:
+        sock: the accepted connection.
+        me: run, attempt and secret of this rank.
+        holder: this rank.
+        owners: the ranks that may connect.
 
     Raises:
-        TransportError: it is a stranger, of another run, of an older attempt, none of `owners`, or meant another rank.
+        TransportError: it does not know the secret, is of another run or an older attempt, is none of `owners`, or
+            meant
+            another rank.
     """
     challenge, until_s = os.urandom(_NONCE), time.monotonic() + HANDSHAKE_TIMEOUT_S
     send(sock, challenge)

@@ -1,6 +1,6 @@
-"""What ranks tell each other past all queues, in datagrams of a few bytes: that a link is idle, and what time it is.
+"""Datagrams of a few bytes past all queues: a rank tells that its link is idle, and asks what time it is on rank 0.
 
-They may be lost: then a span stays unused, or a clock is less exact. A stranger's are ignored.
+They may be lost: then a span stays unused, or a clock is less exact. Those that are not authentic are ignored.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _MESSAGE = struct.Struct(f"<{_TOKEN_BYTES}sBIIdd")
 """Token, kind, rank that speaks, number of the span, two times: with all headers no longer than an acknowledgement."""
 JOIN_TIMEOUT_S: Seconds = 5.0
 REMEMBERED = 64
-"""Answers of rank 0 of which the fastest is believed: what delays a datagram falsifies the time it tells."""
+"""Number of answers of rank 0 of which the fastest is believed: a delayed datagram falsifies the time it tells."""
 FRESH_S: Seconds = 60.0
-"""For how long an answer goes before older ones, since clocks drift apart."""
+"""How long an answer is preferred to older ones, since clocks drift apart."""
 
 
 class SignalKind(IntEnum):
-    """What a datagram says."""
+    """The kind of a datagram, which says what its fields mean."""
 
     IDLE = 1  # span `number` has begun here
     ASK = 2  # it is `sent_s` here; what time is it with you?
@@ -36,10 +36,17 @@ class SignalKind(IntEnum):
 
 
 class IdleSignals:
-    """One rank's end: tells its owners, hears its holders, and sets its clock by that of rank 0."""
+    """The end of one rank: tells its owners, hears its holders, and sets its clock by that of rank 0."""
 
     def __init__(self, rank: int, address: str, secret: bytes, world_size: int) -> None:
-        """`secret` is known to the ranks of this attempt alone; it shows who speaks, not that a message is new."""
+        """Opens the socket; nothing is heard before `start`.
+
+        Args:
+            rank: this rank.
+            address: of this node's own interface.
+            secret: known to the ranks of this attempt alone; it shows who speaks, not that a message is new.
+            world_size: number of ranks.
+        """
         self._rank, self._secret, self._world_size = rank, secret, world_size
         self._sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._sock.bind((address, 0))
@@ -65,14 +72,21 @@ class IdleSignals:
         holders: Sequence[int],
         on_idle: Callable[[int, int], None],
     ) -> None:
-        """Tells `owners`, and calls `on_idle` with holder and number for what `holders` tell; `addresses` by rank."""
+        """Starts to listen.
+
+        Args:
+            addresses: by rank, where its datagrams are received.
+            owners: the ranks to tell of idle spans that begin here.
+            holders: the ranks whose idle spans are of interest.
+            on_idle: called with holder and number of each idle span that a holder tells of.
+        """
         self._owners = {owner: addresses[owner] for owner in owners}
         self._first = addresses[0] if self._rank else None
         self._holders, self._on_idle = holders, on_idle
         self._thread.start()
 
     def tell(self, number: int) -> None:
-        """Idle span `number` has begun here."""
+        """Tells the owners that idle span `number` has begun here."""
         for owner, address in self._owners.items():
             self._send(SignalKind.IDLE, owner, address, number)
 
@@ -82,7 +96,10 @@ class IdleSignals:
             self._send(SignalKind.ASK, 0, self._first, sent_s=time.perf_counter())
 
     def offset_s(self) -> Seconds | None:
-        """What to add to the time here for that on rank 0, as good as half the fastest round trip; None if unknown."""
+        """Returns what to add to the time here to get that on rank 0; None if it is unknown.
+
+        It is as good as half the fastest round trip.
+        """
         if self._first is None:
             return 0.0
         answers = list(self._answers)

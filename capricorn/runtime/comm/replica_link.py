@@ -33,21 +33,21 @@ from capricorn.units import Bytes, Seconds
 
 
 class Source(Protocol):
-    """What a replica is sent from: a slot, or the live state."""
+    """The memory that a replica is sent from: a slot, or the live state."""
 
     layout: Layout
 
     def view(self, start: int, stop: int) -> memoryview:
-        """Those bytes of the shard, which lie in one block."""
+        """Returns these bytes of the shard, which lie in one block."""
         ...
 
     def checksum(self, index: int) -> int:
-        """Checksum of that block."""
+        """Returns the checksum of a block."""
         ...
 
 
 class ReplicaLink:
-    """The owner's end: sends its state to one holder, and fetches it back. Used by one thread at a time."""
+    """Sends the state of an owner to one holder, and fetches it back. Used by one thread at a time."""
 
     def __init__(
         self,
@@ -61,7 +61,18 @@ class ReplicaLink:
         send_buffer_bytes: Bytes,
         route: PacedRoute | None = None,
     ) -> None:
-        """`route` is the way to the holder over modelled links, if they are modelled."""
+        """Describes the link; `connect` opens it.
+
+        Args:
+            me: run, attempt and secret of this rank.
+            owner: this rank.
+            holder: the rank at the other end.
+            address: where the holder's replica server listens.
+            timeout_s: deadline of each wait for the holder.
+            low_class: whether packets are marked with the low traffic class.
+            send_buffer_bytes: size of the socket's send buffer.
+            route: the way to the holder over modelled links, if they are modelled.
+        """
         self.holder, self._route = holder, route
         self.sent_bytes: Bytes = 0
         self._me, self._owner, self._address = me, owner, address
@@ -85,9 +96,18 @@ class ReplicaLink:
         self._send(Frame(FrameKind.BEGIN, iteration, size=keep))
 
     def send_range(self, iteration: int, source: Source, start: int, stop: int) -> None:
-        """Sends that range of a shard, which follows the one before; returns when the kernel has taken it.
+        """Sends a range of a shard; returns when the kernel has taken it, which is not yet delivery.
 
-        That is not yet delivery. The header of a block goes in front of its first byte.
+        The ranges of a replica follow each other. The header of a block goes in front of its first byte.
+
+        Args:
+            iteration: of the replica.
+            source: the memory it is sent from.
+            start: first byte of the range.
+            stop: the byte after the last one.
+
+        Raises:
+            TransportError: the link broke or the deadline passed.
         """
         size = source.layout.block_bytes
         with self._blame() as sock:
@@ -103,7 +123,7 @@ class ReplicaLink:
 
     @property
     def in_flight_bytes(self) -> Bytes:
-        """What the kernel has taken and the holder has not acknowledged."""
+        """Bytes that the kernel has taken and the holder has not acknowledged."""
         sock = self._sock
         if sock is None:
             return 0
@@ -170,7 +190,7 @@ class ReplicaLink:
 
     @contextlib.contextmanager
     def _blame(self) -> Iterator[socket.socket]:
-        """The open link; what goes wrong with it is told with the rank waited for, and ends it."""
+        """Yields the open link; an error on it names the rank waited for, and ends the link."""
         try:
             if (sock := self._sock) is None:  # also when another thread has just closed it
                 raise TransportError("the link is down")
@@ -183,6 +203,13 @@ class ReplicaLink:
 def send_block(sock: socket.socket, frame: Frame, payload: memoryview, route: PacedRoute | None, *, low: bool) -> None:
     """Sends a frame and its payload, or the first part of it, through the modelled links if there are any.
 
+    Args:
+        sock: the connection.
+        frame: says what follows.
+        payload: the bytes that follow.
+        route: the way over modelled links, None if they are not modelled.
+        low: whether the bytes travel in the low traffic class of a modelled link.
+
     Raises:
         TransportError: the connection ended or the deadline passed first.
     """
@@ -194,13 +221,23 @@ def send_block(sock: socket.socket, frame: Frame, payload: memoryview, route: Pa
 
 
 def send_payload(sock: socket.socket, payload: memoryview, route: PacedRoute | None, *, low: bool) -> None:
-    """Sends bytes of a payload, as `send_block` does."""
+    """Sends bytes of a payload, through the modelled links if there are any.
+
+    Args:
+        sock: the connection.
+        payload: the bytes.
+        route: the way over modelled links, None if they are not modelled.
+        low: whether the bytes travel in the low traffic class of a modelled link.
+
+    Raises:
+        TransportError: the connection ended or the deadline passed first.
+    """
     for piece in (payload,) if route is None else route.pieces(payload, low=low):
         send(sock, piece)
 
 
 def receive_copy(sock: socket.socket, iteration: int, slot: Slot) -> bool:
-    """Receives blocks into a slot until COMMIT; whether all of them came and match their checksums.
+    """Receives blocks into a slot until COMMIT; returns whether all of them came and match their checksums.
 
     Raises:
         TransportError: the connection ended, or a frame does not fit the slot.

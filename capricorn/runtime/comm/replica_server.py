@@ -35,13 +35,13 @@ from capricorn.systems.interface import PacedRoute
 from capricorn.units import Seconds
 
 MAX_UNAUTHENTICATED: Final = 64
-"""Connections at once that have not proved yet who they are; the oldest goes first, since an owner needs no time."""
+"""Unauthenticated connections at once; the oldest is dropped first, since an owner proves itself at once."""
 BREATH_S: Final[Seconds] = 0.02
-"""Between two attempts to accept while this process has no descriptor left."""
+"""Time between two attempts to accept while this process has no descriptor left."""
 
 
 class _Served(NamedTuple):
-    """The connection of an owner; the numbers say which came later."""
+    """The connection of an owner; the higher of two numbers came later."""
 
     number: int
     sock: socket.socket
@@ -62,7 +62,17 @@ class ReplicaServer:
         idle_priority: bool,
         routes: Mapping[int, PacedRoute] | None = None,
     ) -> None:
-        """`routes` by owner: the way there over modelled links, for copies that go back."""
+        """Opens the listening socket; nobody is accepted before `start`.
+
+        Args:
+            me: run, attempt and secret of this rank.
+            rank: this rank.
+            address: of this node's own interface.
+            store: receives the replicas.
+            timeout_s: deadline of each wait within a replica.
+            idle_priority: whether the receiving threads run at SCHED_IDLE.
+            routes: by owner, the way there over modelled links, for copies that are fetched back.
+        """
         self._me, self._rank, self._store, self._timeout_s = me, rank, store, timeout_s
         self._has_idle_priority, self._routes = idle_priority, routes or {}
         self._layouts: dict[int, Layout] = {}
@@ -125,7 +135,7 @@ class ReplicaServer:
             self._pending[sock] = thread
 
     def _drop_unauthenticated(self, at_most: int) -> None:
-        """Ends the oldest connections that have not proved who they are, until so many are left."""
+        """Ends the oldest unauthenticated connections until at most so many are left."""
         with self._lock:
             for sock in list(self._pending)[: max(0, len(self._pending) - at_most)]:
                 wake(sock)
@@ -169,7 +179,7 @@ class ReplicaServer:
 
 
 class _Session:
-    """What one owner says on one connection, acted upon."""
+    """One connection of one owner, whose messages are acted upon."""
 
     def __init__(
         self,
@@ -180,6 +190,16 @@ class _Session:
         attempt: int,
         route: PacedRoute | None,
     ) -> None:
+        """Takes over an authenticated connection.
+
+        Args:
+            sock: the connection.
+            store: of this node.
+            owner: who connected.
+            layout: of the owner's state.
+            attempt: counts the starts of the job.
+            route: the way back over modelled links, None if they are not modelled.
+        """
         self._sock, self._store, self._owner, self._layout = sock, store, owner, layout
         self._attempt, self._route = attempt, route
 

@@ -25,19 +25,19 @@ from capricorn.systems.interface import Copy
 
 PERSISTENT: Final = "persistent"
 NOBODY: Final = -1
-"""In place of an owner: of all of them."""
+"""In place of an owner: the copy belongs to all of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class PersistedCopy:
-    """What one rank has in a checkpoint, and what is wrong with it, in words."""
+    """The copy of one rank in a checkpoint, and what is wrong with it, in words."""
 
     copy: Copy
     damage: str
 
 
 def survey_persistent_tier(path: Path) -> list[PersistedCopy]:
-    """Everything in a folder of checkpoints, or in one of them; every byte is compared with its checksum."""
+    """Returns everything in a folder of checkpoints, or in one of them; every byte is compared with its checksum."""
     root = path.parent if is_checkpoint(path) else path
     iterations = [iteration_of(path)] if is_checkpoint(path) else iterations_in(path)
     found = [each for iteration in iterations for each in _look(root, iteration)]
@@ -46,7 +46,7 @@ def survey_persistent_tier(path: Path) -> list[PersistedCopy]:
 
 
 def complete_in(found: list[PersistedCopy]) -> list[int]:
-    """Iterations of which nothing is damaged."""
+    """Returns the iterations of which nothing is damaged."""
     damaged = {each.copy.iteration for each in found if each.damage}
     return sorted({each.copy.iteration for each in found} - damaged)
 

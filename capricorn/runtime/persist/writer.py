@@ -1,7 +1,7 @@
 """Writes one rank's part of a checkpoint of the persistent tier, and completes it on rank 0. Knows no training.
 
 A finished folder is one of `torch.distributed.checkpoint`, written by the library itself; writers meet in the folder,
-by the files in it, so nothing collective happens beside training.
+by the files in it, so nothing collective happens beside training. The states of a checkpoint stand in `persister`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ POLL_S: Final[Seconds] = 0.02
 
 
 def write_checkpoint(work: WriterTask, order: Order) -> Answer:
-    """Writes this rank's part, and returns when the checkpoint is complete on disk or has failed."""
+    """Writes this rank's part; returns when the checkpoint is complete in the persistent tier or has failed."""
     folder = temporary_of(work.root, order.iteration, work.attempt)
     finish = _complete if work.rank == 0 else _wait_for_rank_0
     try:
@@ -70,7 +70,7 @@ def write_checkpoint(work: WriterTask, order: Order) -> Answer:
 
 
 def in_words(error: Exception) -> str:
-    """What went wrong, in one line."""
+    """Returns what went wrong, in one line."""
     text = str(error).strip().partition("\n")[0]
     return text if isinstance(error, StoreError) else f"{type(error).__name__}: {text}"
 
@@ -138,7 +138,7 @@ def _verify(slot: mmap.mmap, header: Header, path: Path) -> None:
 
 
 def _view(slot: mmap.mmap, dtype: str, shape: list[int], offset: int) -> Tensor:
-    """A tensor of the bytes there."""
+    """Returns a tensor over the bytes at that offset."""
     count = math.prod(shape)
     kind = getattr(torch, dtype)
     if not count:
@@ -184,7 +184,7 @@ def _describe(tensors: Mapping[str, Tensor], results: list[WriteResult], path: P
 
 
 def _hand_in(folder: Path, rank: int, part: RankPart) -> None:
-    """Appears whole: rank 0 may be waiting for it."""
+    """Makes the part appear whole: rank 0 may be waiting for it."""
     temporary = folder / f".{part_file(rank)}"
     temporary.write_text(part.model_dump_json(), encoding="utf-8")
     temporary.rename(folder / part_file(rank))
@@ -221,7 +221,7 @@ def _wait_for_rank_0(work: WriterTask, order: Order, folder: Path) -> None:
 
 
 def _write_metadata(folder: Path, parts: list[RankPart]) -> None:
-    """The library's own table of contents, written by the library."""
+    """Writes the library's own table of contents, by the library."""
     writer, planner, plans = _writer(folder), DefaultSavePlanner(**FLAT), []
     for part in parts:
         planner.set_up_planner({key: _outline(stored) for key, stored in part.tensors.items()})

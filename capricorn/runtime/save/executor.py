@@ -1,8 +1,7 @@
-"""Carries out plans: one thread stages a checkpoint into its slot, one thread per holder sends it from there, or from the
-live state.
+"""Carries out plans: one thread stages a checkpoint into its slot, and one thread for each holder sends it.
 
 The threads run beside training and only copy, checksum and make system calls. Knows no collective: what is complete on
-all ranks is decided elsewhere.
+all ranks is decided elsewhere. The states of a save stand in `save.save`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from capricorn.systems.interface import ChunkEvent
 from capricorn.units import Bytes, Seconds, format_seconds
 
 MAX_EVENTS = 1 << 14
-"""Transfers remembered for a timeline that nobody takes; the oldest are forgotten."""
+"""Number of transfers remembered for a timeline that nobody takes; the oldest are forgotten."""
 
 
 MAX_TRANSFER_S: Seconds = 0.25
@@ -39,7 +38,7 @@ class _Transfer:
     """A transfer that was not interrupted so far."""
 
     def __init__(self, admission: Admission, in_flight_bytes: Bytes) -> None:
-        """`in_flight_bytes` were handed to the network before and not acknowledged."""
+        """`in_flight_bytes` were handed to the network before and are not acknowledged."""
         self.admission = admission
         """How its first part came through the gate."""
         self.begin_s = self.end_s = time.perf_counter()
@@ -52,19 +51,19 @@ class _Transfer:
         return is_same and time.perf_counter() - self.begin_s < MAX_TRANSFER_S
 
     def add(self, num_bytes: Bytes, left_bytes: Bytes) -> None:
-        """Bytes were handed to the network just now; of all, `left_bytes` are not acknowledged."""
+        """Notes bytes handed to the network just now; `left_bytes` of everything are not acknowledged."""
         self.end_s = time.perf_counter()
         self.num_bytes += num_bytes
         self.left_bytes = left_bytes
 
     @property
     def moved_bytes(self) -> Bytes:
-        """What was acknowledged from its begin to its end."""
+        """Bytes that were acknowledged between its begin and its end."""
         return self.num_bytes + self._before_bytes - self.left_bytes
 
 
 class Executor:
-    """The threads of one rank; a save is handed in by the training thread once the one before has settled."""
+    """The threads of one rank; the training thread hands in a save once the one before has settled."""
 
     def __init__(
         self,
@@ -79,7 +78,19 @@ class Executor:
         idle_priority: bool,
         live: LiveSource | None = None,
     ) -> None:
-        """Replicas are sent from the slot, block by block once it is staged, or from `live`."""
+        """Starts the threads.
+
+        Args:
+            store: of this node, in which the slots of `owner` are open.
+            owner: this rank.
+            attempt: counts the starts of the job; copies are marked with it.
+            stager: copies the live state into a slot.
+            links: one to each holder, in the order of the plan's replicas.
+            gate: lets chunks pass.
+            timeout_s: deadline of every wait.
+            idle_priority: whether the senders run at SCHED_IDLE.
+            live: the live state, if replicas are sent from it; otherwise they are sent from the slot, block by block.
+        """
         self._live = live
         self._last: ReplicatedSave | None = None
         self.staged_bytes: Bytes = 0
@@ -109,7 +120,7 @@ class Executor:
         return sum(link.sent_bytes for link in self._links)
 
     def start(self, iteration: int, keep: int, plan: Plan) -> ReplicatedSave:
-        """Begins a checkpoint of the live state, which must stay as it is until it is staged and, if live, sent."""
+        """Begins a checkpoint of the live state, which must not change until it is staged and, if sent live, sent."""
         save = self._last = ReplicatedSave(iteration, keep, plan, [link.holder for link in self._links], self._live)
         self._stager.mark()
         if self._live is not None:
@@ -118,7 +129,7 @@ class Executor:
         return save
 
     def resend(self, iteration: int, plan: Plan, holders: Sequence[int]) -> ReplicatedSave:
-        """Sends a copy that is complete here to holders that have lost theirs."""
+        """Sends a copy that is complete here to the holders that have lost theirs."""
         receivers = [link.holder for link in self._links if link.holder in holders]
         save = self._last = ReplicatedSave(iteration, iteration, plan, receivers)
         save.slot = self._store.read(self._owner, iteration)
@@ -143,25 +154,25 @@ class Executor:
             self._gate.set_urgent(False)
 
     def link_model(self) -> LinkModel | None:
-        """What a transfer takes, as measured so far."""
+        """Returns how long transfers take, as measured so far; None if nothing was measured."""
         with self._lock:
             return self._estimator.model()
 
     def take_sent(self) -> list[ChunkEvent]:
-        """Uninterrupted transfers that ended since the last call."""
+        """Returns the uninterrupted transfers that ended since the last call, for the books of the scheduler."""
         with self._lock:
             taken = list(self._sent)
             self._sent.clear()
         return taken
 
     def take_events(self) -> list[ChunkEvent]:
-        """Transfers finished since the last call."""
+        """Returns the transfers that ended since the last call, stagings among them, for the timeline."""
         taken = list(self._events)
         self._events.clear()
         return taken
 
     def close(self) -> None:
-        """Lets a running staging finish (its state is still constant), ends everything else."""
+        """Lets a running staging finish, whose state is still constant, and ends everything else."""
         self._to_stage.put(None)
         self._threads[0].join(self._timeout_s)
         if self._last is not None and not self._last.is_settled:
@@ -245,7 +256,7 @@ class Executor:
             self._transfers[link.holder].add(admission.num_bytes, link.in_flight_bytes)
 
     def _end(self, link: ReplicaLink, save: ReplicatedSave) -> None:
-        """Notes the transfer that went on until now, and what it tells of the link."""
+        """Books the transfer that went on until now, and lets the link model learn from it."""
         transfer = self._transfers.pop(link.holder, None)
         if transfer is None:
             return

@@ -1,6 +1,6 @@
 """The gate that every chunk passes on its way out: it knows when the link is idle, here and at the holder.
 
-Opened and closed as training goes along; threads that send wait in it. Knows no socket and no plan but its limits.
+Opened and closed as training goes along; threads that send wait in it. Knows no socket, and of a plan only its limits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LEAST_BYTES = 4096
 
 
 class Admission(NamedTuple):
-    """What the gate has let out."""
+    """The bytes that the gate has let out, and under which conditions."""
 
     num_bytes: Bytes
     has_waited: bool
@@ -31,7 +31,7 @@ class Admission(NamedTuple):
 
 
 class Gate:
-    """Lets chunks pass while the link is idle; until a plan says when that is, always.
+    """Lets chunks pass while the link is idle. It is ungated, so that all pass, until a plan says when that is.
 
     A reactive gate looks at what really happens: so much of a chunk passes as will have left before the idle span is
     expected to end, once the holder has come to the same span. Until then a rank may wait in a communication for a
@@ -43,9 +43,15 @@ class Gate:
     def __init__(
         self, *, is_reactive: bool, patience_s: Seconds = math.inf, clock: Callable[[], Seconds] = time.perf_counter
     ) -> None:
-        """No chunk is held for longer than `patience_s`: a holder that hears nothing for too long takes us for dead."""
+        """Makes an ungated gate.
+
+        Args:
+            is_reactive: whether chunks pass by what the link really does, or by the plan alone.
+            patience_s: no chunk is held for longer: a holder that hears nothing for too long takes us for dead.
+            clock: tells the time.
+        """
         self.link: LinkModel | None = None
-        """What a transfer takes, once it is known."""
+        """How long transfers take, once it is known."""
         self._is_reactive, self._patience_s, self._clock = is_reactive, patience_s, clock
         self._changed = threading.Condition()
         self._is_ungated = True
@@ -58,7 +64,7 @@ class Gate:
         self._heard: dict[int, int] = {}
 
     def open(self, number: int, begin_s: Seconds, limit: Limit) -> None:
-        """Idle span `number`, counted over all iterations, has begun here."""
+        """Notes that idle span `number`, counted over all iterations, has begun here."""
         with self._changed:
             self._is_ungated, self._is_computing, self._is_over = False, True, False
             self._number, self._limit = number, limit
@@ -67,26 +73,26 @@ class Gate:
             self._changed.notify_all()
 
     def close(self, *, is_last: bool = False) -> None:
-        """This rank has come to the communication that ends the span; `is_last` in its iteration."""
+        """Notes that this rank has come to the communication that ends the span; `is_last` in its iteration."""
         with self._changed:
             self._is_computing, self._is_over = False, is_last
             if is_last:
                 self._changed.notify_all()
 
     def release(self) -> None:
-        """Everything passes until the next span begins: nobody trains, or it is not known what comes when."""
+        """Ungates everything until the next span begins: nobody trains, or it is not known what comes when."""
         with self._changed:
             self._is_ungated = True
             self._changed.notify_all()
 
     def set_urgent(self, is_urgent: bool) -> None:
-        """Whether an update waits for what is to pass."""
+        """Notes whether an update waits for what is to pass."""
         with self._changed:
             self._is_urgent = is_urgent
             self._changed.notify_all()
 
     def begin_save(self, *, is_late: bool) -> None:
-        """A new checkpoint starts; what the last one has not used of its spans is not its own.
+        """Notes that a new checkpoint starts, which has no claim to what the last one has not used of its spans.
 
         One that is late, some time after its iteration, may use all spans, and while this rank computes it need not
         mind the limit: nobody communicates without us.
@@ -95,13 +101,13 @@ class Gate:
             self._budget, self._is_late, self._is_deadline_missed = 0, is_late, False
 
     def note_deadline_missed(self) -> None:
-        """The checkpoint on its way holds up the next one: it passes, or all that follow would be late too."""
+        """Lets the checkpoint on its way pass, as it holds up the next one; or all later ones would be late too."""
         with self._changed:
             self._is_deadline_missed = True
             self._changed.notify_all()
 
     def hear(self, holder: int, number: int) -> None:
-        """That holder has come to idle span `number`."""
+        """Notes that a holder has come to idle span `number`."""
         with self._changed:
             self._heard[holder] = max(number, self._heard.get(holder, 0))
             self._changed.notify_all()
@@ -109,9 +115,13 @@ class Gate:
     def wait(
         self, holder: int, num_bytes: Bytes, in_flight_bytes: Callable[[], Bytes], *, is_overflow: bool
     ) -> Admission:
-        """Returns when a chunk of so many bytes for that holder may start, or a part of it.
+        """Returns when a chunk, or a part of it, may start, with how much of it may.
 
-        `in_flight_bytes` yields what was handed to the network before and has not left yet.
+        Args:
+            holder: the rank it is for.
+            num_bytes: size of the chunk.
+            in_flight_bytes: returns what was handed to the network before and has not left yet.
+            is_overflow: whether the plan has no span for it.
         """
         if self._is_ungated:
             # Without the lock: who sends may be off the processor with it, and training would wait for it to close.
@@ -146,11 +156,11 @@ class Gate:
         return 0 if is_unused else self._fitting_bytes(num_bytes, in_flight_bytes())
 
     def _is_due(self, is_overflow: bool) -> bool:
-        """By the plan alone."""
+        """Tells whether a chunk may pass by the plan alone."""
         return self._is_over if is_overflow else self._budget > 0
 
     def _fitting_bytes(self, num_bytes: Bytes, in_flight_bytes: Bytes) -> Bytes:
-        """How much of that leaves before the span is expected to end; nothing rather than a scrap."""
+        """Returns how much of a chunk leaves before the span is expected to end; 0 rather than a scrap."""
         left_s = self._end_s - self._clock()
         if self.link is None:
             return num_bytes if left_s > 0 else 0

@@ -38,16 +38,16 @@ class Clock(Protocol):
 
 
 class CpuClock:
-    """On the CPU what was launched is done."""
+    """The clock of the CPU, where everything launched is done at once."""
 
     def at(self, reached: Reached) -> None:
         reached(time.perf_counter())
 
     def settle(self) -> None:
-        """They are."""
+        """Returns at once."""
 
     def close(self) -> None:
-        """Nothing runs."""
+        """Does nothing, as nothing runs."""
 
 
 class CudaClock:
@@ -82,5 +82,5 @@ class CudaClock:
 
 
 def make_clock(device: torch.device) -> Clock:
-    """The clock of that device."""
+    """Returns the clock of a device."""
     return CudaClock(device) if device.type == "cuda" else CpuClock()
