@@ -62,7 +62,7 @@ class HookedMoE(MOELayer):  # type: ignore[misc]
         self.norm = nn.LayerNorm(config.hidden)
 
     def forward(self, x_TD: Tensor, hook: TrainerHook | None) -> tuple[Tensor, Tensor]:
-        """Returns the sum that the experts add to the tokens [T, D], and the balance loss, 1 when experts are loaded
+        """Returns what the experts add to the tokens [T, D], and the balance loss, 1 when experts are loaded
         alike.
 
         Source: fairscale 0.4.13, MOELayer.forward; GShard, algorithm 2.

@@ -27,7 +27,7 @@ REDUCE = OpKey(NO_LAYER, "backward", "reduce")
 
 
 def learning_rate(train: TrainConfig, iteration: int) -> float:
-    """Returns the rate of iteration `iteration` (from 1): linear warm-up to `lr`, then a cosine to `min_lr_frac` of it."""
+    """Returns the rate of an iteration, from 1: linear warm-up to `lr`, then a cosine to `min_lr_frac` of it."""
     if iteration <= train.lr_warmup_iterations:
         return train.lr * iteration / train.lr_warmup_iterations
     after, length = iteration - train.lr_warmup_iterations, train.schedule_iterations - train.lr_warmup_iterations
@@ -160,7 +160,7 @@ class Optimizer:
 
 
 def _groups(named: dict[str, nn.Parameter], train: TrainConfig) -> list[dict[str, Any]]:
-    """Returns parameter groups with weight decay on matrices only, the largest parameter first so that OSS balances ranks."""
+    """Returns parameter groups with weight decay on matrices only, the largest first so that OSS balances ranks."""
     params = sorted(named.values(), key=Tensor.numel, reverse=True)
     decayed = [p for p in params if _is_matrix(p)]
     others = [p for p in params if not _is_matrix(p)]

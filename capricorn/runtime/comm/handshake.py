@@ -84,7 +84,7 @@ def welcome(sock: socket.socket, me: Identity, holder: int, owners: Collection[i
     hello, proof = message[: _HELLO.size], message[_HELLO.size :]
     magic, version, attempt, owner, to, _, nonce = _HELLO.unpack(hello)
     if magic != _MAGIC or version != _VERSION:
-        raise TransportError("a stranger connected and was refused")
+        raise TransportError("an unauthenticated connection was refused")
     if not hmac.compare_digest(proof, me.mac(b"owner", challenge, hello)) or hello != me.hello(owner, holder, nonce):
         raise TransportError(f"a connection for rank {to}, attempt {attempt}, was refused: not of this run and attempt")
     if owner not in owners:

@@ -113,7 +113,7 @@ class ReplicaServer:
         while not self._closing.is_set():
             try:
                 sock, _ = self._listener.accept()
-            except OSError:  # closed, or a stranger that went away, or no descriptor is left
+            except OSError:  # closed, or a connection that went away, or no descriptor is left
                 self._drop_unauthenticated(at_most=MAX_UNAUTHENTICATED // 2)
                 self._closing.wait(BREATH_S)
             else:
@@ -152,7 +152,7 @@ class ReplicaServer:
                 layout, route = self._layouts[owner], self._routes.get(owner)
                 _Session(sock, self._store, owner, layout, self._me.attempt, route).run()
         except (CapricornError, OSError):
-            # The owner sees its link end, counts the save as failed and says so; a stranger just ends.
+            # The owner sees its link end, counts the save as failed and says so; an unauthenticated one just ends.
             return
         finally:
             shut(sock)

@@ -71,7 +71,7 @@ class Persister:
         """Starts the writer, whose imports would hold up the first checkpoint by seconds."""
         if self._every:
             with contextlib.suppress(OSError):  # it is tried again, and told, with the first checkpoint
-                self._writer = _Writer(self._work())
+                self._writer = _Writer(self._task())
 
     @property
     def num_slots(self) -> int:
@@ -112,7 +112,7 @@ class Persister:
         try:
             if self._writer is None or not self._writer.is_alive:
                 self._end_writer()
-                self._writer = _Writer(self._work())
+                self._writer = _Writer(self._task())
             self._writer.send(self._order)
         except OSError as error:
             self._settle(f"the writer does not start: {error.strerror}")
@@ -171,7 +171,7 @@ class Persister:
             self._store.unpin(self._slot)
         self._order = self._slot = None
 
-    def _work(self) -> WriterTask:
+    def _task(self) -> WriterTask:
         job = self._job
         assert job.persist_dir is not None
         return WriterTask(
@@ -191,9 +191,9 @@ class Persister:
 class _Writer:
     """The writer process, and the lines to and from it."""
 
-    def __init__(self, work: WriterTask) -> None:
+    def __init__(self, task: WriterTask) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "capricorn.runtime.persist.writer_process", work.model_dump_json()],
+            [sys.executable, "-m", "capricorn.runtime.persist.writer_process", task.model_dump_json()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )

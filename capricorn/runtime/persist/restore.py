@@ -19,7 +19,7 @@ from capricorn.systems.interface import JobContext
 
 _TEXT_BYTES: Final = 1024
 _WHOLE, _UNFIT = "whole ", "unfit "
-"""What a rank says of a checkpoint begins with one of these; or it says how it is damaged."""
+"""The judgement of a rank on a checkpoint begins with one of these; otherwise it says how it is damaged."""
 
 
 class PersistentTier:

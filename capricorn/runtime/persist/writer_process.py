@@ -18,12 +18,12 @@ def main() -> None:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # that of a terminal is for the trainer
     use_idle_priority()
-    work = WriterTask.model_validate_json(sys.argv[1])
+    task = WriterTask.model_validate_json(sys.argv[1])
     # Not before, so that importing torch gives way to training too.
     from capricorn.runtime.persist.writer import write_checkpoint
 
     for line in sys.stdin:
-        answer = write_checkpoint(work, Order.model_validate_json(line))
+        answer = write_checkpoint(task, Order.model_validate_json(line))
         print(answer.model_dump_json(), flush=True)
 
 

@@ -263,8 +263,8 @@ class Executor:
         end_s = transfer.end_s
         if self._gate.link is not None:
             end_s += transfer.left_bytes / self._gate.link.bytes_per_s
-        is_pressed = transfer.admission.is_urgent
-        event = ChunkEvent("send", save.iteration, transfer.begin_s, end_s, transfer.num_bytes, is_pressed)
+        is_urgent = transfer.admission.is_urgent
+        event = ChunkEvent("send", save.iteration, transfer.begin_s, end_s, transfer.num_bytes, is_urgent)
         with self._lock:
             self._sent.append(event)
             # What shared the link tells little of it, but more than nothing.

@@ -126,13 +126,13 @@ class Scheduler(TrainerHook):
     def book(self, sent: Sequence[ChunkEvent]) -> None:
         """Sets what was sent since the last call against what the link did meanwhile."""
         now = self._planning
-        pressed_bytes = sum(event.num_bytes for event in sent if event.is_pressed)
+        urgent_bytes = sum(event.num_bytes for event in sent if event.is_pressed)
         # What had to leave whatever happened is overflow, also where it collided.
-        free = [event for event in sent if not event.is_pressed]
-        colliding_bytes = self._collisions.take(free)
-        now.overflow_bytes += pressed_bytes
+        not_urgent = [event for event in sent if not event.is_pressed]
+        colliding_bytes = self._collisions.take(not_urgent)
+        now.overflow_bytes += urgent_bytes
         now.colliding_bytes += colliding_bytes
-        now.hidden_bytes += sum(event.num_bytes for event in free) - colliding_bytes
+        now.hidden_bytes += sum(event.num_bytes for event in not_urgent) - colliding_bytes
         if now.link_bytes_per_s:
             collision_s = colliding_bytes / now.link_bytes_per_s
             now.collision_s += collision_s
