@@ -44,10 +44,6 @@ class SpanEstimate:
         """Returns the duration so many standard deviations above the median; never negative."""
         return max(0.0, self.median_s + deviations * self.spread_s)
 
-    def quantile_s(self, risk: float) -> Seconds:
-        """Returns the duration that the span falls short of with probability `risk`; the median at 0.5."""
-        return self.at_s(deviations_at(risk))
-
 
 def estimate(observations: Sequence[Seconds]) -> SpanEstimate:
     """Estimates a duration from at least one observation; a few of several may lie off, however far."""

@@ -47,11 +47,6 @@ class Plan:
         """Bytes that fit the idle spans."""
         return sum(chunk.num_bytes for chunk in self.chunks if chunk.span < len(self.limits))
 
-    @property
-    def overflow_bytes(self) -> Bytes:
-        """Bytes that do not fit the idle spans."""
-        return sum(chunk.num_bytes for chunk in self.chunks) - self.planned_bytes
-
 
 class Planner(Protocol):
     """Decides how the checkpoint of an iteration is sent. Every rank decides alike from what all ranks know."""

@@ -46,8 +46,9 @@ class CommitTracker(Generic[S]):
     All methods are collective or depend only on what was reduced, so every rank takes the same decisions.
     """
 
-    def __init__(self, group: dist.ProcessGroup, latest: int = 0) -> None:
-        self.latest = latest
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.latest = 0
+        """Newest iteration that is complete on all ranks; 0 is none."""
         self.pending: S | None = None
         self.losses_s: tuple[Seconds, Seconds] = (0.0, 0.0)
         """The greatest losses of all ranks, from the vote that was polled last."""

@@ -33,6 +33,7 @@ from capricorn.runtime.store.slot import Layout, Slot, checksum
 from tests.planner.test_profile import profile
 from tests.runtime.test_planned_system import Training
 from tests.stats.test_run_summary import sample
+from tests.support.plans import overflow_bytes
 from tests.support.spawn import run_ranks
 
 KIB = 1 << 10
@@ -109,7 +110,7 @@ def test_what_does_not_fit_goes_into_the_last_span_whatever_its_length() -> None
     plan = cut([0.011, 0.0001])
     assert sum(chunk.num_bytes for chunk in plan.chunks if chunk.span == 1) == 90_000
     assert plan.limits[1].num_bytes == 90_000
-    assert plan.overflow_bytes == 0
+    assert overflow_bytes(plan) == 0
 
 
 def test_as_many_copies_are_sent_as_there_are_remote_replicas_and_not_one_more() -> None:

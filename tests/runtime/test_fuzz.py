@@ -156,7 +156,7 @@ def test_a_holder_that_says_a_byte_now_and_then_is_given_up() -> None:
         thread.join()
 
 
-def test_of_many_strangers_at_once_the_oldest_go_and_the_owner_comes_in(pair: Pair) -> None:
+def test_of_many_unauthenticated_connections_at_once_the_oldest_go_and_the_owner_comes_in(pair: Pair) -> None:
     before, num_threads = descriptors(), threading.active_count()
     with ExitStack() as stack:
         for number in range(200):
@@ -171,13 +171,13 @@ def test_of_many_strangers_at_once_the_oldest_go_and_the_owner_comes_in(pair: Pa
 
 def test_a_holder_without_a_free_descriptor_accepts_again_once_there_is_one(pair: Pair) -> None:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with socket.socket() as stranger, ExitStack() as stack:
+    with socket.socket() as unauthenticated, ExitStack() as stack:
         resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors() + 8, limit[1]))
         try:
             with suppress(OSError):
                 while True:
                     stack.callback(os.close, os.dup(0))
-            stranger.connect(pair.server.address)
+            unauthenticated.connect(pair.server.address)
             time.sleep(0.1)  # it cannot be told from outside that accepting has failed
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limit)

@@ -303,7 +303,7 @@ def test_while_an_update_waits_everything_passes_and_is_counted(is_reactive: boo
 
 
 @pytest.mark.parametrize("is_reactive", [True, False])
-def test_after_a_release_everything_passes_until_the_next_span_and_counts_as_no_hurry(is_reactive: bool) -> None:
+def test_after_a_release_everything_passes_until_the_next_span_and_counts_as_not_urgent(is_reactive: bool) -> None:
     gate, clock = make(is_reactive=is_reactive)
     gate.open(1, BEGIN_S, UNUSED)
     gate.close()
@@ -396,14 +396,14 @@ def _fill(gate: Gate) -> None:
     ("is_reactive", "is_overflow", "hold", "wake"),
     [
         pytest.param(True, False, _close, lambda gate: gate.open(2, BEGIN_S, LIMIT), id="open"),
-        pytest.param(True, False, _close, lambda gate: gate.set_urgent(True), id="hurry"),
+        pytest.param(True, False, _close, lambda gate: gate.set_urgent(True), id="urgent"),
         pytest.param(True, False, _close, Gate.release, id="release"),
         pytest.param(True, False, _leave_the_holder_behind, lambda gate: gate.hear(HOLDER, 2), id="hear"),
-        pytest.param(True, False, _pass_the_end, Gate.note_deadline_missed, id="overdue"),
+        pytest.param(True, False, _pass_the_end, Gate.note_deadline_missed, id="deadline missed"),
         pytest.param(False, False, _fill, lambda gate: gate.open(2, BEGIN_S, LIMIT), id="open, by plan"),
-        pytest.param(False, False, _fill, lambda gate: gate.set_urgent(True), id="hurry, by plan"),
+        pytest.param(False, False, _fill, lambda gate: gate.set_urgent(True), id="urgent, by plan"),
         pytest.param(False, False, _fill, Gate.release, id="release, by plan"),
-        pytest.param(False, False, _fill, Gate.note_deadline_missed, id="overdue, by plan"),
+        pytest.param(False, False, _fill, Gate.note_deadline_missed, id="deadline missed, by plan"),
         pytest.param(False, True, _fill, lambda gate: gate.close(is_last=True), id="close of the last, by plan"),
     ],
 )

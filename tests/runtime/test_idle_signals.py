@@ -38,8 +38,8 @@ class Ends:
 
     def send(self, message: bytes) -> None:
         """To rank 1, from a socket that nobody knows."""
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
-            stranger.sendto(message, self.second.address)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as unauthenticated:
+            unauthenticated.sendto(message, self.second.address)
 
     def next(self) -> tuple[int, int]:
         return self.heard.get(timeout=DEADLINE_S)
@@ -269,7 +269,7 @@ def test_the_thread_ends_also_if_it_was_too_busy_to_hear_of_the_close(ends: Ends
     assert has_ended
 
 
-def test_strangers_cannot_make_a_rank_remember_more_and_more(ends: Ends) -> None:
+def test_unauthenticated_datagrams_cannot_make_a_rank_remember_more_and_more(ends: Ends) -> None:
     ends.start()
     before = len(ends.second._tokens)
     for rank in range(100):

@@ -215,12 +215,12 @@ def test_a_copy_damaged_at_rest_is_not_fetched(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize(
-    "stranger",
+    "peer",
     [replace(ME, secret=b"other"), replace(ME, attempt=1), replace(ME, run_id="other")],
     ids=["without the secret", "of another attempt", "of another run"],
 )
-def test_a_peer_is_refused(pair: Pair, stranger: Identity) -> None:
-    link = pair.make_link(stranger)
+def test_a_peer_is_refused(pair: Pair, peer: Identity) -> None:
+    link = pair.make_link(peer)
     with pytest.raises(TransportError, match="cannot link to rank 0"):
         link.connect("{}")
     pair.link.connect("{}")
@@ -253,12 +253,12 @@ def test_a_recorded_greeting_cannot_be_replayed(pair: Pair) -> None:
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary(min_size=1, max_size=300))
-def test_garbage_from_a_stranger_does_no_harm(pair: Pair, garbage: bytes) -> None:
-    with socket.create_connection(pair.server.address) as stranger:
-        stranger.sendall(garbage)
+def test_garbage_from_an_unauthenticated_connection_does_no_harm(pair: Pair, garbage: bytes) -> None:
+    with socket.create_connection(pair.server.address) as unauthenticated:
+        unauthenticated.sendall(garbage)
     with socket.create_connection(pair.server.address):
         pair.link.close()
-        pair.link.connect("{}")  # also while another stranger is silent
+        pair.link.connect("{}")  # also while another unauthenticated one is silent
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -304,15 +304,15 @@ def test_a_holder_that_is_gone_is_named(tmp_path: Path) -> None:
         link.connect("{}")
 
 
-def test_closing_a_holder_ends_the_threads_of_strangers_who_are_silent(tmp_path: Path) -> None:
+def test_closing_a_holder_ends_the_threads_of_silent_unauthenticated_connections(tmp_path: Path) -> None:
     pair = Pair(tmp_path)
-    strangers = [socket.create_connection(pair.server.address) for _ in range(8)]
-    for stranger in strangers:
-        receive(stranger, 16)  # the holder has begun to greet each
+    connections = [socket.create_connection(pair.server.address) for _ in range(8)]
+    for each in connections:
+        receive(each, 16)  # the holder has begun to greet each
     pair.close()
     assert_threads_end()
-    for stranger in strangers:
-        stranger.close()
+    for each in connections:
+        each.close()
 
 
 def test_an_owner_may_be_silent_for_longer_than_the_deadline_between_two_checkpoints(tmp_path: Path) -> None:

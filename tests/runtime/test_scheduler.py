@@ -61,7 +61,7 @@ class StandIns:
             close=lambda *, is_last=False: self.log.append("close last" if is_last else "close"),
             release=lambda: self.log.append("release"),
             begin_save=lambda *, is_late: self.log.append("begin late save" if is_late else "begin save"),
-            note_overdue=lambda: self.log.append("overdue"),
+            note_deadline_missed=lambda: self.log.append("deadline missed"),
             link=None,
         )
         self.clock = stand_in(at=lambda reached: reached(self.now_s), settle=list, close=self._note("clock"))
@@ -302,7 +302,7 @@ def test_late_checkpoints_are_told_to_the_gate() -> None:
     job.scheduler.note_deadline_missed()
     job.scheduler.plan(1, LINK, is_late=True)
     job.scheduler.plan(2, LINK)
-    assert job.log == ["overdue", "begin late save", "begin save"]
+    assert job.log == ["deadline missed", "begin late save", "begin save"]
 
 
 def sent(begin_s: float, end_s: float, num_bytes: int, *, is_pressed: bool = False) -> ChunkEvent:

@@ -46,7 +46,7 @@ def make_store(folder: Path) -> NodeStore:
 
 
 def listening(processes: list[psutil.Process]) -> Iterator[tuple[str, int, str]]:
-    """Address, port and process of each socket that strangers can talk to."""
+    """Address, port and process of each socket that anybody can talk to."""
     for process in processes:
         try:
             sockets = [each for each in process.net_connections("inet") if each.status in ("LISTEN", "NONE")]
