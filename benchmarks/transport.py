@@ -62,7 +62,8 @@ def _alternatives(folder: str, pipe: Connection) -> dict[str, Callable[[], None]
     def send_replica() -> None:
         link.begin(1, 0)
         for index in range(LAYOUT.num_blocks):
-            link.send_block(1, index, slot.payload[LAYOUT.block(index)], slot.table[index])
+            block = LAYOUT.block(index)
+            link.send_range(1, slot, block.start, block.stop)
         link.commit(1)
 
     return {"bare": send_bare, "replica": send_replica}

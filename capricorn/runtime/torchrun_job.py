@@ -74,13 +74,13 @@ def join_job(
         config=config,
         planner=planner or PlannerConfig(),
         persist=persist,
-        persist_dir=_make_tier(Path(persist.dir)) if persist.dir else None,
+        persist_dir=_make_persistent_tier(Path(persist.dir)) if persist.dir else None,
         store_dir=_make_store(Path(root) / (RUN_PREFIX + run_id), run_id, topology.node_of(rank), topology),
         address=address,
     )
 
 
-def _make_tier(folder: Path) -> Path:
+def _make_persistent_tier(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
