@@ -111,7 +111,7 @@ class ReplicatingSystem(CheckpointSystem):
 
     def on_op_begin(self, op: OpKey) -> None:
         self._scheduler.on_op_begin(op)
-        # Asked before the update, whose broadcasts it would have to wait behind, and not after what may still be sent.
+        # Before the update, since the vote would have to wait behind its broadcasts.
         if op.kind == "reduce":
             self._start_vote()
 

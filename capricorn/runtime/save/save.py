@@ -2,7 +2,8 @@
 
     state      entered when                                                        moved by
     waiting    an update ended before the save before had settled on all ranks;    training thread
-               there is no object yet, only the iteration
+               there is no object yet, only the iteration (with `max_lost` = 1
+               the update waits instead)
     staging    `Executor.start`: the local slot is WRITING, block after block is   training thread, then stager
                copied from the live state
     local      the slot is COMPLETE (`finish_staging`); the next update may begin  stager
