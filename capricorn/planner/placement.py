@@ -47,6 +47,9 @@ def recovery_probability(num_nodes: int, num_replicas: int, num_lost: int) -> fl
     """Returns with what probability a copy of every shard is left when so many nodes, any of them, are lost at once.
 
     Source: Gemini, SOSP'23, section 4.2. Departs: exact for every number lost, rings included, by counting.
+
+    Raises:
+        ConfigError: there are not so many nodes, or fewer nodes than replicas.
     """
     if not 0 <= num_lost <= num_nodes:
         raise ConfigError(f"{num_lost} lost nodes of {num_nodes} make no sense; use 0 to {num_nodes}")

@@ -38,6 +38,9 @@ def build_model(
         device: where parameters live; on `meta` they have no values.
         seed: of the initial weights.
         forced_routing: assigns the experts, in place of the router; not for family `gpt-moe`.
+
+    Raises:
+        ConfigError: there are more ranks than experts.
     """
     with torch.device(device):
         if config.family == "gpt-moe":

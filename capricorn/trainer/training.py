@@ -31,6 +31,9 @@ class RankTraining:
             rank: this rank.
             device: where the model lives.
             routes: by rank, the way there over paced links.
+
+        Raises:
+            ConfigError: the model, the text or the load source does not fit the scenario.
         """
         scenario = job.scenario
         seed, world_size = scenario.train.seed, scenario.topology.world_size

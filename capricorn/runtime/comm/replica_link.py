@@ -90,7 +90,11 @@ class ReplicaLink:
         self._open()
 
     def begin(self, iteration: int, keep: int) -> None:
-        """Starts a replica of `iteration`; the holder keeps `keep`. Opens the link again if it had broken."""
+        """Starts a replica of `iteration`; the holder keeps `keep`. Opens the link again if it had broken.
+
+        Raises:
+            TransportError: the holder cannot be reached or refuses us.
+        """
         if self._sock is None:
             self._open()
         self._send(Frame(FrameKind.BEGIN, iteration, size=keep))

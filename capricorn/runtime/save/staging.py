@@ -135,5 +135,9 @@ def _cudart() -> Any:
 
 
 def make_stager(state: FlatState, slots: list[Slot], device: torch.device) -> Stager:
-    """Returns the stager of a device."""
+    """Returns the stager of a device.
+
+    Raises:
+        StoreError: CUDA cannot pin the memory of the slots.
+    """
     return CudaStager(state, slots, device) if device.type == "cuda" else CpuStager(state, slots)

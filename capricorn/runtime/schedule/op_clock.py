@@ -31,7 +31,11 @@ class Clock(Protocol):
         ...
 
     def settle(self) -> None:
-        """Returns when all moments marked so far are reached."""
+        """Returns when all moments marked so far are reached.
+
+        Raises:
+            CapricornError: they are not reached within DEADLINE_S.
+        """
         ...
 
     def close(self) -> None: ...
