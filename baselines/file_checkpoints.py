@@ -52,7 +52,7 @@ from capricorn.emulation.storage import Storage
 from capricorn.errors import CapricornError, ConfigError, NoCompleteCheckpointError, StoreError
 from capricorn.hooks import OpKey
 from capricorn.runtime.comm.collectives import barrier, gather_layouts, maximum
-from capricorn.runtime.commit_tracker import Completion
+from capricorn.runtime.commit_tracker import CommitTracker
 from capricorn.runtime.save.flat_state import FlatState
 from capricorn.runtime.store.slot import Layout
 from capricorn.systems.interface import CheckpointSystem, ChunkEvent, Counters, JobContext, RestoreReport
@@ -262,7 +262,7 @@ class FileCheckpoints(CheckpointSystem):
         self._job, self._state, self._timeout_s, self._keep = job, state, job.config.timeout_s, job.settings.keep
         self._library = self.make_library(job, state)
         self._folders = CheckpointFolders(files_dir, self._library.is_whole)
-        self._completion = Completion[FileSave](job.control_group)
+        self._tracker = CommitTracker[FileSave](job.control_group)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="capricorn-files")
         self._is_open = True
         layouts = gather_layouts(job.control_group, Layout(state.num_bytes, job.config.block_bytes, state.digest))
@@ -272,14 +272,14 @@ class FileCheckpoints(CheckpointSystem):
     def on_op_begin(self, op: OpKey) -> None:
         # Asked before the update, whose broadcasts it would have to wait behind.
         if op.kind == "reduce" and self._is_open:
-            self._completion.ask()
+            self._tracker.start_vote()
 
     def before_update(self, iteration: int) -> None:
         if not self._library.isolate(self._timeout_s):
             waited = format_seconds(self._timeout_s)
             raise StoreError(f"rank {self._job.rank}: update {iteration} still waits for staging after {waited}")
         if not self._learn():
-            self._completion.ask()
+            self._tracker.start_vote()
 
     def after_update(self, iteration: int) -> None:
         self._learn()
@@ -293,7 +293,7 @@ class FileCheckpoints(CheckpointSystem):
             self._settle(self._timeout_s)
 
     def latest_complete(self) -> int | None:
-        return self._completion.latest or None if self._is_open else None
+        return self._tracker.latest or None if self._is_open else None
 
     def drain(self, timeout_s: Seconds) -> None:
         self._settle(timeout_s)
@@ -308,7 +308,7 @@ class FileCheckpoints(CheckpointSystem):
         self._load(self._folders.of(iteration))
         loaded_s = time.perf_counter()
         self._state.publish()
-        self._completion.latest = iteration
+        self._tracker.latest = iteration
         sources = ("persistent",) * self._job.topology.world_size
         load_s = time.perf_counter() - loaded_s
         return RestoreReport(iteration, sources, agreed_s - begin_s, loaded_s - agreed_s, load_s)
@@ -348,7 +348,7 @@ class FileCheckpoints(CheckpointSystem):
         """Starts a save of the state as it is now; the one before must have settled."""
         save, begin_s = FileSave(iteration), time.perf_counter()
         self._save = save
-        self._completion.expect(save)
+        self._tracker.track(save)
         try:
             write = self._library.begin(self._folders.of(iteration))
         except Exception as error:  # noqa: BLE001 - a library raises what it likes, and training goes on
@@ -373,12 +373,12 @@ class FileCheckpoints(CheckpointSystem):
         if self._save is not None and not self._save.wait(timeout_s):
             late = f"iteration {self._save.iteration} is not written after {format_seconds(timeout_s)}"
             raise StoreError(f"rank {self._job.rank}: {late}; if the storage is that slow, raise system.timeout_s")
-        self._completion.ask()
+        self._tracker.start_vote()
         self._learn()
 
     def _learn(self) -> bool:
         """Takes the answer of the last reduction; returns whether no save is on its way any more."""
-        if not self._completion.learn():
+        if not self._tracker.poll_vote():
             return False
         save, self._save = self._save, None
         if save is not None:
@@ -390,7 +390,7 @@ class FileCheckpoints(CheckpointSystem):
         if save.failure:
             self._counters.failed_saves += 1
             self._counters.last_failure = f"iteration {save.iteration}: {save.failure}"
-        if self._completion.latest != save.iteration:
+        if self._tracker.latest != save.iteration:
             self._has_failed = True
             self._library.recover()
             return

@@ -34,7 +34,7 @@ from capricorn.config.planner import PlannerConfig
 from capricorn.errors import CapricornError, ConfigError, NoCompleteCheckpointError, StoreError
 from capricorn.hooks import OpKey
 from capricorn.runtime.comm.collectives import gather, gather_texts, maximum
-from capricorn.runtime.commit_tracker import Completion
+from capricorn.runtime.commit_tracker import CommitTracker
 from capricorn.runtime.recovery import Survivors, newest_common
 from capricorn.runtime.save.flat_state import FlatState
 from capricorn.systems.interface import CheckpointSystem, ChunkEvent, Counters, JobContext, RestoreReport
@@ -76,7 +76,7 @@ class LmResiliency(CheckpointSystem):
         check(job)
         self._job, self._state, self._timeout_s = job, state, job.config.timeout_s
         self._live = [run.source for run in state.runs]  # neighbours as one: the library moves tensor by tensor
-        self._completion = Completion[PeerSave](job.control_group)
+        self._tracker = CommitTracker[PeerSave](job.control_group)
         self._manager = CorrectedManager(job)
         self._meter, self._is_open = self._manager.meter, True
 
@@ -101,7 +101,7 @@ class LmResiliency(CheckpointSystem):
             self._start(iteration)
 
     def latest_complete(self) -> int | None:
-        return max(self._completion.latest, self._restored) or None
+        return max(self._tracker.latest, self._restored) or None
 
     def latest_local(self) -> int | None:
         return self._latest_local or None
@@ -145,17 +145,17 @@ class LmResiliency(CheckpointSystem):
             return
         begin_s = time.perf_counter()
         self._save = self._manager.start(iteration, self._live)
-        self._completion.expect(self._save)
+        self._tracker.track(self._save)
         self._counters.staged_bytes += self._state.num_bytes
         if self._job.device.type == "cpu":  # elsewhere nobody is told when the copy ends
             self._events.append(ChunkEvent("stage", iteration, begin_s, time.perf_counter(), self._state.num_bytes))
 
     def _ask(self) -> None:
         """Starts to find out whether the exchange on its way has ended everywhere; all ranks come to this together."""
-        if self._save is not None and self._completion.may_ask:
+        if self._save is not None and self._tracker.can_start_vote:
             if not self._manager.is_busy:
                 self._manager.end(self._save, self._timeout_s)
-            self._completion.ask()
+            self._tracker.start_vote()
 
     def _settle(self, timeout_s: Seconds) -> None:
         """Blocks until no save is on its way on any rank; each waits for its own, so one reduction is enough."""
@@ -166,10 +166,10 @@ class LmResiliency(CheckpointSystem):
 
     def _learn(self) -> bool:
         """Takes what the last reduction said; returns whether no save is on its way any more."""
-        if not self._completion.learn():
+        if not self._tracker.poll_vote():
             return False
         if (save := self._save) is not None:
-            self._save, self._is_broken = None, self._completion.latest != save.iteration
+            self._save, self._is_broken = None, self._tracker.latest != save.iteration
             self._completed += [] if self._is_broken else [save.iteration]
             if save.failure:
                 self._fail(f"iteration {save.iteration}: {save.failure}")

@@ -199,9 +199,10 @@ def _checked(scenario: Scenario) -> Scenario:
 
     if scenario.loads.source != ROUTER:
         # Also reads a trace, so that its faults are told before anything starts; numpy takes a while to import.
-        from capricorn.loads.load_source import given_shares
+        from capricorn.loads.load_source import source_shares
 
-        given_shares(scenario.loads, scenario.model, num_iterations=scenario.train.iterations, seed=scenario.train.seed)
+        train = scenario.train
+        source_shares(scenario.loads, scenario.model, num_iterations=train.iterations, seed=train.seed)
     if scenario.data.path != "stdlib" and not Path(scenario.data.path).exists():
         raise ConfigError(f"--data {scenario.data.path}: no such file or folder; name one, or stdlib")
     return resolve_device(scenario)

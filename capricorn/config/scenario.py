@@ -5,6 +5,7 @@ Knows no torch, no file and no process.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -160,7 +161,9 @@ class SystemConfig(FrozenModel):
     )
     low_class: bool = Field(default=True, description="mark checkpoint traffic with DSCP CS1")
     send_buffer_bytes: ByteCount = Field(default=128 * KIB, ge=4096, description="SO_SNDBUF of checkpoint sockets")
-    give_way: bool = Field(default=True, description="sending and receiving take only CPU time that nobody else wants")
+    idle_priority: bool = Field(
+        default=True, description="checkpoint traffic runs at SCHED_IDLE: on CPU time that nobody else wants"
+    )
     timeout_s: float = Field(default=30.0, gt=0, description="deadline of every wait on a peer")
     max_lost: int = Field(
         default=1,
@@ -168,6 +171,14 @@ class SystemConfig(FrozenModel):
         le=2,
         description="finished iterations that may be lost; with 2 a late save holds up nothing yet",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_old_names(cls, values: Any) -> Any:
+        """Returns the values by the names of today: records of earlier versions say `give_way`."""
+        if not isinstance(values, Mapping) or "give_way" not in values:
+            return values
+        return {"idle_priority" if key == "give_way" else key: value for key, value in values.items()}
 
 
 class PersistConfig(FrozenModel):

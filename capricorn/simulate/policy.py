@@ -22,7 +22,7 @@ def replay_policy(planner: PlannerConfig, training: SimulatedTraining, trace: Tr
     """Returns what the policy comes to."""
     num_bytes = shard_bytes(planner, trace)
     return replay(
-        SpanPlanner(planner, rank=RANK, hosts=(HOLDER,), shard_bytes=num_bytes),
+        SpanPlanner(planner, rank=RANK, holders=(HOLDER,), shard_bytes=num_bytes),
         training,
         training.link(num_bytes, trace.rho),
         gate=planner.gate,
