@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from capricorn.emulation.fabric import Entry
-from capricorn.emulation.testbed import Ground
+from capricorn.emulation.fabric import NamespaceEntry
+from capricorn.emulation.testbed import NetworkBackend
 from capricorn.errors import ConfigError
 from capricorn.launch.nodes import GaveUpError
+from capricorn.launch.restart_policy import RestartBudget
 from capricorn.records.job_file import Job
 from capricorn.runtime.store.node_store import NodeStore
 from capricorn.units import Seconds
@@ -26,10 +27,10 @@ STOP_TIMEOUT_S: Seconds = 10.0
 
 
 class Rendezvous:
-    """Where the agents meet: our own store for emulated nodes, else what the user named."""
+    """The endpoint at which the agents meet: our own store for emulated nodes, else the one the user named."""
 
-    def __init__(self, job: Job, ground: Ground, log_dir: Path) -> None:
-        """Starts the store if it is ours; it takes over the ground's listener.
+    def __init__(self, job: Job, network: NetworkBackend, log_dir: Path) -> None:
+        """Starts the store if it is ours; it takes over the network's listener.
 
         Raises:
             ConfigError: this machine is to host the user's endpoint and its port is taken.
@@ -41,11 +42,11 @@ class Rendezvous:
             if launch.node_rank == 0:
                 _check_port(self.endpoint)
             return
-        with ground.listener as listener:
+        with network.listener as listener:
             self.endpoint = "{}:{}".format(*listener.getsockname())
             module = ("capricorn.launch.rendezvous", str(listener.fileno()))
             log = log_dir / "rendezvous.log"
-            self._process = _spawn(ground.enter_switch(), module, log, pass_fds=(listener.fileno(),))
+            self._process = _spawn(network.enter_switch(), module, log, pass_fds=(listener.fileno(),))
 
     def stop(self) -> None:
         if self._process is not None:
@@ -55,12 +56,12 @@ class Rendezvous:
 class TorchrunNodes:
     """The nodes on this machine, each with an agent of torchrun, which starts its ranks again; implements `Nodes`."""
 
-    def __init__(self, job: Job, ground: Ground, log_dir: Path, on_replace: Callable[[int], None]) -> None:
+    def __init__(self, job: Job, network: NetworkBackend, log_dir: Path, on_replace: Callable[[int], None]) -> None:
         """`on_replace` is told of each node that is replaced, before its successor starts."""
-        self._job, self._ground, self._log_dir, self._on_replace = job, ground, log_dir, on_replace
+        self._job, self._ground, self._log_dir, self._on_replace = job, network, log_dir, on_replace
         launch = job.scenario.launch
         self._nodes = [launch.node_rank] if launch.nnodes else list(range(job.scenario.cluster.nodes))
-        self._replacements_left = launch.max_restarts + len(job.scenario.faults)
+        self._replacements = RestartBudget(launch.max_restarts + len(job.scenario.faults))
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._rendezvous: Rendezvous | None = None
 
@@ -73,10 +74,10 @@ class TorchrunNodes:
     def wait(self, timeout_s: Seconds) -> None:
         time.sleep(timeout_s)
         for node, code in self._exit_codes().items():
-            if code > 0 or (code < 0 and self._replacements_left == 0):
+            if code > 0:  # torchrun has restarted the ranks as often as it may
                 raise GaveUpError(node)
             if code < 0:
-                self._replacements_left -= 1
+                self._replacements.spend(node)
                 self._on_replace(node)
                 self._start_node(node)
 
@@ -86,7 +87,7 @@ class TorchrunNodes:
         return len(codes) == len(self._nodes) and not any(codes.values())
 
     def progressed(self) -> None:
-        """Whether ranks hang is torchrun's affair."""
+        """Does nothing: torchrun sees to ranks that hang."""
 
     def stop(self) -> None:
         for process in self._processes.values():
@@ -99,7 +100,7 @@ class TorchrunNodes:
             self._rendezvous.stop()
 
     def _exit_codes(self) -> dict[int, int]:
-        """Of the agents that have ended: node -> exit code, negative for the signal that ended it."""
+        """Returns by node the exit codes of the agents that have ended, negative for the signal that ended one."""
         codes = {node: process.poll() for node, process in self._processes.items()}
         return {node: code for node, code in codes.items() if code is not None}
 
@@ -140,7 +141,12 @@ class TorchrunNodes:
 
 
 def _spawn(
-    entry: Entry, module: Sequence[str], log: Path, *, env: dict[str, str] | None = None, pass_fds: tuple[int, ...] = ()
+    entry: NamespaceEntry,
+    module: Sequence[str],
+    log: Path,
+    *,
+    env: dict[str, str] | None = None,
+    pass_fds: tuple[int, ...] = (),
 ) -> subprocess.Popen[bytes]:
     # A session of its own: a Ctrl-C at the terminal is for the launcher, which ends the others in order.
     with log.open("ab") as output:

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from capricorn.config.system_settings import DcpConfig, StorageConfig
 from capricorn.errors import CapricornError, NoCompleteCheckpointError
 from capricorn.systems.registry import SYSTEMS
-from tests.support.conformance import NUM_RANKS, Case, Toy, case_of, children_of, live, make_folder
+from tests.support.conformance import NUM_RANKS, Case, Toy, case_of, live, make_folder
+from tests.support.processes import children_of
 from tests.support.runs import flip_byte, polls
 
 NUM_SAVES = 6
