@@ -15,7 +15,7 @@ import pytest
 
 from capricorn.emulation.fabric import NamespaceEntry
 from capricorn.errors import CapricornError
-from capricorn.launch.fork_client import ForkServer
+from capricorn.launch.fork_client import ForkServer, PidfdProcess
 from capricorn.launch.messages import ServeRendezvous
 from capricorn.records.samples import EventSample
 from tests.support.processes import children_of, command_of
@@ -120,6 +120,23 @@ def test_a_fork_server_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatc
     (tmp_path / "python").chmod(0o755)
     with ForkServer() as server, pytest.raises(CapricornError, match="no torch here"):
         server.fork(ServeRendezvous(), fds=[], entry=NamespaceEntry(), log=tmp_path / "log")
+
+
+def test_a_process_that_ended_right_after_its_fork_is_no_error() -> None:
+    child = subprocess.Popen(["true"])
+    child.wait()
+    process = PidfdProcess(child.pid)
+    process.signal(signal.SIGKILL)
+    process.end(0.0)
+
+
+@pytest.mark.parametrize("is_stubborn", [False, True])
+def test_a_forked_process_is_ended_by_force_if_it_takes_longer(is_stubborn: bool) -> None:
+    with subprocess.Popen(["sleep", "600" if is_stubborn else "0"]) as child:
+        process = PidfdProcess(child.pid)
+        process.end(0.01 if is_stubborn else 60.0)
+        process.end(0.0)
+        assert child.wait() == (-signal.SIGKILL if is_stubborn else 0)
 
 
 @pytest.mark.slow
