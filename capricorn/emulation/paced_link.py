@@ -109,7 +109,7 @@ class Link:
             self._sleep(remaining)
 
     def slow_down(self, frac: float) -> None:
-        """From now on it carries that fraction of its rate, for all users; 1 makes it good again.
+        """Lets the link carry that fraction of its rate from now on, for all users; 1 makes it good again.
 
         Raises:
             TransportError: the link was closed meanwhile.
@@ -118,7 +118,7 @@ class Link:
             self._fields[_NOW] = frac * self._fields[_RATE]
 
     def hold(self, seconds: Seconds) -> None:
-        """Nothing more leaves for that long, for all users; 0 ends it for what is not booked yet.
+        """Lets nothing more leave for that long, for all users; 0 ends it for what is not booked yet.
 
         Raises:
             TransportError: the link was closed meanwhile.

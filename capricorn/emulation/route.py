@@ -24,7 +24,7 @@ class Route:
     def __init__(
         self, links: Sequence[Link], *, quantum_bytes: Bytes = QUANTUM_BYTES, has_low_class: bool = True
     ) -> None:
-        """All users of a link must take the same quantum, or their shares of it will differ.
+        """Makes a route over these links, whose users must all take the same quantum, or their shares will differ.
 
         Without a low class what asks for it is treated as all else.
         """

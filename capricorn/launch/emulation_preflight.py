@@ -30,7 +30,7 @@ IDLE_S: Seconds = 1.0
 
 
 def rehearse(scenario: Scenario) -> list[Check]:
-    """What the links carry, how punctually sleepers wake, and how much CPU others take."""
+    """Checks what the links carry, how punctually sleepers wake, and how much CPU others take."""
     psutil.cpu_percent()
     time.sleep(IDLE_S)
     others = psutil.cpu_percent() / 100
@@ -61,7 +61,7 @@ def _measure(scenario: Scenario, network: NetworkBackend, way: str) -> list[Link
 
 
 def _lateness(num_ranks: int) -> list[Seconds]:
-    """By how much sleeping threads, one for each rank, wake up late."""
+    """Returns by how much sleeping threads, one for each rank, wake up late."""
 
     def sleep(_: int) -> Iterator[Seconds]:
         for _ in range(NUM_SLEEPS):

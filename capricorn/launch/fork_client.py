@@ -1,6 +1,6 @@
 """The launcher's side of the fork server: starts it and has it fork processes; and a fake of it.
 
-Knows no torch. What is forked says what happens to it over a link of its own, see `messages`.
+Knows no torch. What is forked says what happens to it over a link of its own, see `launch_messages`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Final, Protocol, Self, TypeVar
 from capricorn.config.fields import FrozenModel
 from capricorn.emulation.fabric import NamespaceEntry
 from capricorn.errors import CapricornError
-from capricorn.launch.messages import (
+from capricorn.launch.launch_messages import (
     Forked,
     ForkRequest,
     ForkServerReady,

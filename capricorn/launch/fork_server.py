@@ -1,6 +1,6 @@
 """The fork server (a zygote): has torch and the runtime imported and runs nothing, so what it forks works at once.
 
-Started once for a run, or for many, by `fork_client.ForkServer`; `messages` says what it is asked and answers.
+Started once for a run, or for many, by `fork_client.ForkServer`; `launch_messages` says what it is asked and answers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Final
 
 from capricorn.emulation.namespaces import enter
-from capricorn.launch.messages import MAX_MESSAGE_BYTES, Forked, ForkRequest, ForkServerReady, RunNodeAgent, to_bytes
+from capricorn.launch.launch_messages import (
+    MAX_MESSAGE_BYTES,
+    Forked,
+    ForkRequest,
+    ForkServerReady,
+    RunNodeAgent,
+    to_bytes,
+)
 from capricorn.process import die_with_parent
 
 MAX_FDS: Final = 64

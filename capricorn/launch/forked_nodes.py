@@ -29,7 +29,7 @@ from typing import Final, NamedTuple, Protocol
 
 from capricorn.emulation.testbed import NetworkBackend
 from capricorn.launch.fork_client import STOP_TIMEOUT_S, ForkedProcess, Forker
-from capricorn.launch.messages import (
+from capricorn.launch.launch_messages import (
     NodeAlive,
     RankFrozen,
     RunNodeAgent,

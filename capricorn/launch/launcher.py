@@ -75,13 +75,13 @@ class RunListener:
     """Hears what happens during a run, in the thread that called `launch`; here every method does nothing."""
 
     def on_start(self, run_dir: Path, scenario: Scenario) -> None:
-        """The run folder exists; processes start now."""
+        """Is told that the run folder exists; processes start now."""
 
     def on_sample(self, sample: IterationSample) -> None:
-        """A rank finished an iteration."""
+        """Is told that a rank finished an iteration."""
 
     def on_event(self, event: EventSample) -> None:
-        """Something happened to a worker."""
+        """Is told that something happened to a rank."""
 
     def on_tick(self) -> None:
         """Is called about ten times a second."""

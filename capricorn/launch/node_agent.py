@@ -36,7 +36,15 @@ from dataclasses import dataclass
 from typing import Final
 
 from capricorn.config.fields import FrozenModel
-from capricorn.launch.messages import NodeAlive, RankEnded, RankFrozen, RunNodeAgent, StartAttempt, receive, to_bytes
+from capricorn.launch.launch_messages import (
+    NodeAlive,
+    RankEnded,
+    RankFrozen,
+    RunNodeAgent,
+    StartAttempt,
+    receive,
+    to_bytes,
+)
 from capricorn.launch.nodes import FAILED
 from capricorn.launch.rank_context import ForkedContext
 from capricorn.process import die_with_parent
@@ -173,7 +181,7 @@ class NodeAgent:
             os._exit(code)
 
     def _beat(self, rank: int) -> None:
-        """In a rank's process: shows that it is not frozen, as long as it is not."""
+        """Gives the heartbeats of a rank, in a thread of its process, as long as it is not frozen."""
         while True:
             self._heartbeats[rank - self._ranks.start] = time.monotonic()
             time.sleep(HEARTBEAT_S)

@@ -40,7 +40,7 @@ class Nodes(Protocol):
 
     @property
     def are_done(self) -> bool:
-        """Whether all ranks have trained to the end."""
+        """Says whether all ranks have trained to the end."""
         ...
 
     def progressed(self) -> None:

@@ -57,7 +57,7 @@ class TorchrunNodes:
     """The nodes on this machine, each with an agent of torchrun, which starts its ranks again; implements `Nodes`."""
 
     def __init__(self, job: Job, network: NetworkBackend, log_dir: Path, on_replace: Callable[[int], None]) -> None:
-        """`on_replace` is told of each node that is replaced, before its successor starts."""
+        """Starts nothing yet; `on_replace` is told of each node that is replaced, before its successor starts."""
         self._job, self._ground, self._log_dir, self._on_replace = job, network, log_dir, on_replace
         launch = job.scenario.launch
         self._nodes = [launch.node_rank] if launch.nnodes else list(range(job.scenario.cluster.nodes))

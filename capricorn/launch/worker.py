@@ -33,7 +33,7 @@ from capricorn.errors import CapricornError, ConfigError, NoCompleteCheckpointEr
 from capricorn.faults.injector import FaultInjector
 from capricorn.faults.process_registry import register_worker
 from capricorn.hooks import HookChain
-from capricorn.launch.messages import AttemptLeft, StartAttempt, receive, to_bytes
+from capricorn.launch.launch_messages import AttemptLeft, StartAttempt, receive, to_bytes
 from capricorn.launch.nodes import FAILED, UNREACHABLE
 from capricorn.launch.rank_context import (
     ForkedContext,
@@ -149,7 +149,7 @@ class Worker:
         self._system.close()
 
     def can_stay(self, error: BaseException) -> bool:
-        """Whether this process may go on in the next attempt, with its model and optimizer where they are.
+        """Returns whether this process may go on in the next attempt, with its model and optimizer where they are.
 
         Before the first checkpoint the initial state is needed again, which a new process has.
         """

@@ -16,7 +16,7 @@ import pytest
 from capricorn.emulation.fabric import NamespaceEntry
 from capricorn.errors import CapricornError
 from capricorn.launch.fork_client import ForkServer, PidfdProcess
-from capricorn.launch.messages import ServeRendezvous
+from capricorn.launch.launch_messages import ServeRendezvous
 from capricorn.records.samples import EventSample
 from tests.support.processes import children_of, command_of
 from tests.support.runs import LiveRun, Run, assert_ok, assert_same_losses, faults, polls, run

@@ -14,7 +14,7 @@ from capricorn.config.scenario import LaunchConfig
 from capricorn.emulation.testbed import Loopback
 from capricorn.launch.fork_client import FakeForkServer, FakeNodeAgent
 from capricorn.launch.forked_nodes import GATHER_S, ForkedNodes
-from capricorn.launch.messages import RankEnded, RankFrozen
+from capricorn.launch.launch_messages import RankEnded, RankFrozen
 from capricorn.launch.nodes import FAILED, UNREACHABLE, GaveUpError
 from capricorn.launch.restart_policy import FIRST_ITERATION_PATIENCE_S
 from capricorn.records.job_file import Job

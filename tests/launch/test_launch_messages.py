@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from capricorn.config.fields import FrozenModel
-from capricorn.launch.messages import (
+from capricorn.launch.launch_messages import (
     MAX_MESSAGE_BYTES,
     AttemptLeft,
     Forked,
