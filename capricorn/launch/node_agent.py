@@ -32,6 +32,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -75,26 +76,54 @@ def run_node_agent(role: RunNodeAgent, link_fd: int) -> None:
 
 
 @dataclass(slots=True)
-class _RankProcess:
+class RankProcess:
     """A rank's process as its node sees it."""
 
     rank: int
+    attempt: int
     pid: int
     pidfd: int
+    """A descriptor that can be read once the process has ended."""
     link: socket.socket
-    attempt: int
     state: RankState = RankState.TRAINING
     leave_by_s: Seconds = 0.0
     """When it is killed if it is still LEAVING."""
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def exit_code(self) -> int:
+        """Returns the exit code of the process once it has ended, negative for the signal that ended it."""
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
 class NodeAgent:
     """The ranks of one node."""
 
-    def __init__(self, job: Job, node: int, endpoint: tuple[str, int], link: socket.socket) -> None:
+    def __init__(
+        self,
+        job: Job,
+        node: int,
+        endpoint: tuple[str, int],
+        link: socket.socket,
+        *,
+        fork: Callable[[int, int], RankProcess] | None = None,
+        clock: Callable[[], Seconds] = time.monotonic,
+    ) -> None:
+        """Forks nothing yet.
+
+        Args:
+            job: what is run.
+            node: the number of this node.
+            endpoint: host and port of the rendezvous store.
+            link: the link to the launcher.
+            fork: makes the process of a rank for an attempt; by default forks this one.
+            clock: tells the time.
+        """
         self._job, self._endpoint, self._link = job, endpoint, link
+        self._fork, self._clock = fork or self._fork_self, clock
         self._ranks = job.scenario.topology.ranks_of(node)
-        self._processes: dict[int, _RankProcess] = {}
+        self._processes: dict[int, RankProcess] = {}
         self._attempt = -1
         self._frozen_s = job.scenario.launch.frozen_s
         self._board = mmap.mmap(-1, mmap.PAGESIZE)
@@ -107,15 +136,21 @@ class NodeAgent:
     def run(self) -> None:
         signal.signal(signal.SIGTERM, _end)
         try:
-            while self._handle_events():
-                self._watch()
+            while self.turn():
+                pass
         finally:
             self._stop()
 
-    def _handle_events(self) -> bool:
-        """Acts upon what has happened; returns whether the launcher is still there."""
-        for key, _ in self._selector.select(HEARTBEAT_S):
-            process: _RankProcess | None = key.data
+    def turn(self, timeout_s: Seconds = HEARTBEAT_S) -> bool:
+        """Acts upon what happens within that time; returns whether the launcher is still there."""
+        if not self._handle_events(timeout_s):
+            return False
+        self._watch()
+        return True
+
+    def _handle_events(self, timeout_s: Seconds) -> bool:
+        for key, _ in self._selector.select(timeout_s):
+            process: RankProcess | None = key.data
             if process is None:
                 if not (order := receive(self._link)):
                     return False
@@ -134,29 +169,33 @@ class NodeAgent:
         for rank in self._ranks:
             process = self._processes.get(rank)
             if process is None:
-                self._fork(rank)
+                self._start(rank)
             elif process.state is RankState.LEFT:
                 self._send_on(process)
             elif process.state is not RankState.KILLED:
-                process.state, process.leave_by_s = RankState.LEAVING, time.monotonic() + LEAVE_S
-                os.kill(process.pid, signal.SIGTERM)
+                process.state, process.leave_by_s = RankState.LEAVING, self._clock() + LEAVE_S
+                process.signal(signal.SIGTERM)
 
-    def _fork(self, rank: int) -> None:
+    def _start(self, rank: int) -> None:
+        """Has a new process take part in the attempt of now."""
+        self._heartbeats[rank - self._ranks.start] = self._clock()
+        process = self._processes[rank] = self._fork(rank, self._attempt)
+        self._selector.register(process.link, selectors.EVENT_READ, process)
+        self._selector.register(process.pidfd, selectors.EVENT_READ, process)
+
+    def _fork_self(self, rank: int, attempt: int) -> RankProcess:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._heartbeats[rank - self._ranks.start] = time.monotonic()
         # A signal that ends an attempt must find a child that is ready for it, or Python may drop it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         pid = os.fork()
         if pid == 0:
             ours.close()
-            self._become(rank, theirs)
+            self._become(rank, attempt, theirs)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
-        process = self._processes[rank] = _RankProcess(rank, pid, os.pidfd_open(pid), ours, self._attempt)
-        self._selector.register(ours, selectors.EVENT_READ, process)
-        self._selector.register(process.pidfd, selectors.EVENT_READ, process)
+        return RankProcess(rank, attempt, pid, os.pidfd_open(pid), ours)
 
-    def _become(self, rank: int, link: socket.socket) -> None:
+    def _become(self, rank: int, attempt: int, link: socket.socket) -> None:
         """Turns a forked process into a rank, and ends it with that."""
         from capricorn.launch.worker import run_forked
 
@@ -171,7 +210,7 @@ class NodeAgent:
                 process.link.close()
                 os.close(process.pidfd)
             threading.Thread(target=self._beat, args=(rank,), name="capricorn-heartbeat", daemon=True).start()
-            code = run_forked(self._job, ForkedContext(self._job, rank, self._attempt, self._endpoint), link)
+            code = run_forked(self._job, ForkedContext(self._job, rank, attempt, self._endpoint), link)
         except BaseException as error:  # noqa: BLE001 - the process ends here, and says in the log why
             traceback.print_exception(error)
         finally:
@@ -186,7 +225,7 @@ class NodeAgent:
             self._heartbeats[rank - self._ranks.start] = time.monotonic()
             time.sleep(HEARTBEAT_S)
 
-    def _hear(self, process: _RankProcess) -> None:
+    def _hear(self, process: RankProcess) -> None:
         """Notes that a rank has left its attempt, of its own accord or because it was told to."""
         if not receive(process.link):  # its end is told by its pidfd
             self._selector.unregister(process.link)
@@ -199,12 +238,12 @@ class NodeAgent:
         else:
             self._send_on(process)
 
-    def _send_on(self, process: _RankProcess) -> None:
+    def _send_on(self, process: RankProcess) -> None:
         with contextlib.suppress(ConnectionError):  # it has just ended, of which its pidfd tells; it is forked anew
             process.link.send(to_bytes(StartAttempt(attempt=self._attempt)))
             process.state, process.attempt = RankState.TRAINING, self._attempt
 
-    def _reap(self, process: _RankProcess) -> None:
+    def _reap(self, process: RankProcess) -> None:
         """Lets go of a process that has ended; if its attempt is over, it is forked anew for that of now."""
         del self._processes[process.rank]
         for end in (process.link, process.pidfd):
@@ -212,16 +251,15 @@ class NodeAgent:
                 self._selector.unregister(end)
         process.link.close()
         os.close(process.pidfd)
-        _, status = os.waitpid(process.pid, 0)
+        code = process.exit_code()
         if process.attempt == self._attempt:
-            code = os.waitstatus_to_exitcode(status)
             self._report(RankEnded(rank=process.rank, attempt=process.attempt, exit_code=code))
         else:
-            self._fork(process.rank)
+            self._start(process.rank)
 
     def _watch(self) -> None:
         """Kills ranks that do not leave in time or are frozen, which are reaped then; gives our own heartbeat."""
-        now_s = time.monotonic()
+        now_s = self._clock()
         for process in self._processes.values():
             if process.state is RankState.KILLED:
                 continue
@@ -231,24 +269,24 @@ class NodeAgent:
                 self._report(RankFrozen(rank=process.rank, attempt=process.attempt, silent_s=self._frozen_s))
             if is_late or is_frozen:
                 process.state = RankState.KILLED
-                os.kill(process.pid, signal.SIGKILL)
+                process.signal(signal.SIGKILL)
         if now_s - self._reported_s > HEARTBEAT_S:
             self._report(NodeAlive())
 
     def _report(self, report: FrozenModel) -> None:
-        self._reported_s = time.monotonic()
+        self._reported_s = self._clock()
         self._link.send(to_bytes(report))
 
     def _stop(self) -> None:
         """Ends all ranks, by force those that take too long."""
         for process in self._processes.values():
-            os.kill(process.pid, signal.SIGTERM)
+            process.signal(signal.SIGTERM)
             process.link.close()
-        end_s = time.monotonic() + STOP_S
+        end_s = self._clock() + STOP_S
         for process in self._processes.values():
-            if not select.select([process.pidfd], [], [], max(0.0, end_s - time.monotonic()))[0]:
-                os.kill(process.pid, signal.SIGKILL)
-            os.waitpid(process.pid, 0)
+            if not select.select([process.pidfd], [], [], max(0.0, end_s - self._clock()))[0]:
+                process.signal(signal.SIGKILL)
+            process.exit_code()
 
 
 def _end(signum: int, frame: object) -> None:
