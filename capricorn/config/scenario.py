@@ -6,9 +6,9 @@ Knows no torch, no file and no process.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from capricorn.config.cluster import ClusterConfig, Pace, Times
 from capricorn.config.fault_spec import LINK_KINDS, NO_LINKS, FaultSpec
@@ -197,6 +197,11 @@ class StoreConfig(FrozenModel):
     keep: bool = Field(default=False, description="leave the store in place after the run")
 
 
+def _current_restart(value: Any) -> Any:
+    """Returns `fork-server` for the name that it had in earlier records."""
+    return "fork-server" if value == "warm" else value
+
+
 class LaunchConfig(FrozenModel):
     """What is passed through to torchrun; `nnodes` > 0 means real machines, this one being `node_rank`."""
 
@@ -204,9 +209,9 @@ class LaunchConfig(FrozenModel):
     node_rank: int = Field(default=0, ge=0)
     rdzv_endpoint: str = ""
     max_restarts: int = Field(default=3, ge=0, description="restarts beyond those the injected faults need")
-    restart: Literal["warm", "torchrun"] = Field(
-        default="warm",
-        description="who starts the ranks, and again: processes that wait with torch imported, or torchrun",
+    restart: Annotated[Literal["fork-server", "torchrun"], BeforeValidator(_current_restart)] = Field(
+        default="fork-server",
+        description="who starts the ranks, and again: a process that has torch imported and forks them, or torchrun",
     )
     frozen_s: float = Field(default=2.5, gt=0, description="silence of a process after which it counts as hung")
 

@@ -18,7 +18,8 @@ from capricorn.baselines.file_settings import DcpSettings
 from capricorn.errors import CapricornError, NoCompleteCheckpointError
 from capricorn.systems.registry import SYSTEMS
 from capricorn.systems.settings import FileSettings
-from tests.support.conformance import NUM_RANKS, Case, Toy, case_of, children_of, live, make_folder
+from tests.support.conformance import NUM_RANKS, Case, Toy, case_of, live, make_folder
+from tests.support.processes import children_of
 from tests.support.runs import flip_byte, polls
 
 NUM_SAVES = 6

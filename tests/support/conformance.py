@@ -29,6 +29,7 @@ from capricorn.runtime.store.node_store import NodeStore
 from capricorn.systems.interface import JobContext
 from capricorn.systems.registry import load_system
 from capricorn.topology import Topology
+from tests.support.processes import children_of, command_of
 from tests.support.runs import polls
 from tests.support.spawn import CONTEXT, PRELOADED
 
@@ -237,7 +238,7 @@ class Traces:
     def _found(self) -> list[str]:
         more = len(os.listdir("/proc/self/task")) - self.num_threads
         threads = [f"{more} threads more: {[thread.name for thread in threading.enumerate()]}"] if more > 0 else []
-        children = [f"process {child.pid}: {_command(child)}" for child in children_of(os.getpid())]
+        children = [f"process {child.pid}: {command_of(child)}" for child in children_of(os.getpid())]
         return [*threads, *children, *map(str, _temporary_files() - self.files)]
 
 
@@ -246,20 +247,6 @@ def _temporary_files() -> frozenset[Path]:
     # Importing a part of torch makes a folder for compiled code, and Python one for its sockets until it ends.
     others = (path for path in Path(tempfile.gettempdir()).iterdir() if not path.name.startswith(("torchin", "pymp")))
     return frozenset([*shared, *others])
-
-
-def children_of(pid: int) -> list[psutil.Process]:
-    """Living processes that this one has started; Python's tracker of shared memory, which ends with it, is none."""
-    commands = {child: _command(child) for child in psutil.Process(pid).children(recursive=True)}
-    return [child for child, command in commands.items() if command and "resource_tracker" not in command]
-
-
-def _command(process: psutil.Process) -> str:
-    """Empty if it has ended."""
-    try:
-        return " ".join(process.cmdline())
-    except psutil.NoSuchProcess:
-        return ""
 
 
 def live(fn: Callable[..., Any], folder: Path, case: Case, *args: Any, deadline_s: float = 60.0) -> list[Any]:
