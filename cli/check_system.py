@@ -53,9 +53,8 @@ def check_system(name: str, rules: str, without: str, timeout_s: float, as_json:
     if as_json:
         print_json({"system": name, "ok": not num_failed, "rows": [dataclasses.asdict(result) for result in results]})
     elif not quiet:
-        console().print(
-            f"{num_failed} of {len(results)} rules do not hold" if num_failed else f"{name} keeps the rules"
-        )
+        failed = f"{num_failed} of {len(results)} rules do not hold"
+        console().print(failed if num_failed else f"{name} keeps the rules")
     return 1 if num_failed else 0
 
 

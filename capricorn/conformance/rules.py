@@ -11,7 +11,7 @@ from typing import Final, Literal, TypeAlias
 from capricorn.conformance.attempts import Attempt, AttemptServer, BrokenRule
 from capricorn.conformance.evidence import Evidence
 from capricorn.conformance.rank_functions import LOST_RANK, NUM_SAVES
-from capricorn.conformance.toy_job import NUM_RANKS
+from capricorn.conformance.toy_job import NUM_RANKS, tensor_names
 from capricorn.conformance.under_test import Facts, SystemUnderTest, facts_of
 from capricorn.errors import unknown_name
 
@@ -239,9 +239,12 @@ def examine(
         check: called often; may raise to end it.
 
     Raises:
-        ConfigError: there is no such system, or what it needs is not installed.
+        ConfigError: there is no such system, what it needs is not installed, or no tensor has such a name.
     """
     facts_of(subject.system)
+    for tensor in subject.without:
+        if tensor not in tensor_names():
+            raise unknown_name("tensor", tensor, tensor_names())
     with TemporaryDirectory(prefix="capricorn-check-") as folder, AttemptServer(check) as server:
         evidence = Evidence(subject, server, Path(folder))
         for rule in rules:

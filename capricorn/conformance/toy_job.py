@@ -182,6 +182,11 @@ class ToyRank:
         self.published = int(values["position"])
 
 
+def tensor_names() -> list[str]:
+    """The tensors of its state."""
+    return list(_tensors(1))
+
+
 def _bytes(tensor: Tensor) -> Tensor:
     """The bytes of a tensor, one row an element."""
     return tensor.contiguous().reshape(-1, 1).view(torch.uint8)
