@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import rich_click as click
+from rich.text import Text
 
 from capricorn.conformance.under_test import SystemUnderTest, under_test
 from capricorn.launch.interrupts import Interrupts
@@ -69,15 +71,12 @@ def _shown(
     from capricorn.conformance.rules import examine
 
     out = console()
-    names = iter([*(rule.name for rule in rules), "the end"])
-    with out.status(f"{subject}: {next(names)}") as status:
-        if is_silent or quiet:
-            status.stop()
+    tried = iter([*(f"{subject}: {rule.name}" for rule in rules), str(subject)])
+    status = out.status(next(tried))
+    with nullcontext() if is_silent or quiet else status:
         for result in examine(subject, rules, interrupts.check):
-            status.update(f"{subject}: {next(names)}")
+            status.update(next(tried))
             if not is_silent and (result.verdict == "FAIL" or not quiet):
-                colour = COLOURS[result.verdict]
-                row = f"[{colour}]{result.verdict:<14}[/] {result.rule:<12}  "
-                out.print(row, end="", soft_wrap=True)
-                out.print(result.detail, markup=False, soft_wrap=True)
+                row = Text(f"{result.verdict:<14}", COLOURS[result.verdict])
+                out.print(row.append(f" {result.rule:<12}  {result.detail}", "not bold default"), soft_wrap=True)
             yield result

@@ -19,7 +19,7 @@ from capricorn.conformance.rank_functions import (
 )
 from capricorn.conformance.toy_job import JOB_FILES, make_folder, make_node
 from capricorn.conformance.traces import files_in
-from capricorn.conformance.under_test import Facts, SystemUnderTest, facts_of
+from capricorn.conformance.under_test import SystemFacts, SystemUnderTest, facts_of
 
 RESTARTED: Final = "restarted"
 
@@ -43,7 +43,7 @@ class Evidence:
         self._server, self._folder = server, folder
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> SystemFacts:
         return facts_of(self.subject.system)
 
     @cached_property

@@ -12,7 +12,7 @@ from capricorn.conformance.attempts import Attempt, AttemptServer, BrokenRule
 from capricorn.conformance.evidence import Evidence
 from capricorn.conformance.rank_functions import LOST_RANK, NUM_SAVES
 from capricorn.conformance.toy_job import NUM_RANKS, tensor_names
-from capricorn.conformance.under_test import Facts, SystemUnderTest, facts_of
+from capricorn.conformance.under_test import SystemFacts, SystemUnderTest, facts_of
 from capricorn.errors import unknown_name
 
 RuleVerdict: TypeAlias = Literal["PASS", "FAIL", "not applicable"]
@@ -49,7 +49,7 @@ class Rule:
         more = f" (and {len(complaints) - 1} more)" if len(complaints) > 1 else ""
         return RuleResult(self.name, "FAIL", " ".join(complaints[0].split()) + more)
 
-    def _not_applicable(self, facts: Facts) -> str:
+    def _not_applicable(self, facts: SystemFacts) -> str:
         if self.needs and not facts.saves:
             return "it saves nothing"
         if self.needs not in ("", SAVES, *facts.survives):
@@ -99,7 +99,7 @@ def _every_rank(evidence: Evidence) -> Iterator[str]:
 
 def _kill(evidence: Evidence) -> Iterator[str]:
     first, second = evidence.restarted.first, evidence.restarted.second
-    latest = first[LOST_RANK]["latest"]
+    latest = first[LOST_RANK]["latest"] or 0
     yield from _wrongly_restored(evidence, second, (latest,))
     for told in second:
         # Some systems send what was lost of the restored one again.
@@ -109,7 +109,7 @@ def _kill(evidence: Evidence) -> Iterator[str]:
 
 
 def _node_loss(evidence: Evidence) -> Iterator[str]:
-    latest = evidence.restarted.second[LOST_RANK]["latest"]
+    latest = evidence.restarted.second[LOST_RANK]["latest"] or 0
     yield from _wrongly_restored(evidence, evidence.after_node_loss, (latest,))
 
 

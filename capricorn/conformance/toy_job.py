@@ -82,7 +82,8 @@ class ToyRank:
         self.system = system_class(subject.system)()
         self.fill(0)
         job = _context(subject, rank, folder, attempt)
-        dist.all_reduce(torch.zeros(1))  # or the connections that it makes would count as the system's
+        for group in (None, job.control_group):  # or the connections that are made would count as the system's
+            dist.all_reduce(torch.zeros(1), group=group)
         self.traces = Traces()
         self.system.attach(job, self.state)
 

@@ -72,7 +72,7 @@ def under_test(system: str, **changes: Any) -> SystemUnderTest:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class SystemFacts:
     """What the rules ask of a system's entry in the registry."""
 
     saves: bool
@@ -85,7 +85,7 @@ ALL_FAILURES: Final = frozenset({"kill", "kill-all", "node-loss"})
 
 
 @cache
-def facts_of(system: str) -> Facts:
+def facts_of(system: str) -> SystemFacts:
     """Returns what is known of a system, built in or from outside.
 
     Raises:
@@ -96,12 +96,12 @@ def facts_of(system: str) -> Facts:
         tiers = SYSTEMS[system].tiers
         # The copies of lm-resiliency die with the last worker that is killed.
         failures = ALL_FAILURES - {"kill-all"} if system == "lm-resiliency" else ALL_FAILURES
-        return Facts(bool(tiers), frozenset(tiers), failures if tiers else frozenset())
+        return SystemFacts(bool(tiers), frozenset(tiers), failures if tiers else frozenset())
     loaded = system_class(system)
     tiers = getattr(loaded, "tiers", ()) or (*MEMORY, *FILES)
     is_kind = getattr(loaded, "kind", "own") in ("files", "replicates")
     survives = getattr(loaded, "survives", None) or (ALL_FAILURES if is_kind else {"kill"})
-    return Facts(getattr(loaded, "kind", "own") != "nothing", frozenset(tiers), frozenset(survives))
+    return SystemFacts(getattr(loaded, "kind", "own") != "nothing", frozenset(tiers), frozenset(survives))
 
 
 @cache

@@ -35,8 +35,12 @@ class LostRank(RawFiles):
     """Gives every rank the state of rank 0."""
 
     def restore(self) -> RestoreReport:
-        self.job = replace(self.job, rank=0)
-        return super().restore()
+        own = self.job
+        self.job = replace(own, rank=0)
+        try:
+            return super().restore()
+        finally:
+            self.job = own
 
 
 class StateChanged(RawFiles):

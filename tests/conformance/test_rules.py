@@ -25,7 +25,7 @@ BROKEN = {
     "CloseFails": ("close", "rank 0: AttributeError"),
 }
 """By system: the rule that it breaks, and what is said of it."""
-SHORT: dict[str, dict[str, Any]] = {"NoDeadline": {"timeout_s": 0.5}, "Leftovers": {"timeout_s": 0.5}}
+SHORT: dict[str, dict[str, Any]] = {"NoDeadline": {"timeout_s": 1.0}, "Leftovers": {"timeout_s": 1.0}}
 
 
 @pytest.mark.parametrize("system", BROKEN)
