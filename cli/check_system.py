@@ -77,6 +77,6 @@ def _shown(
         for result in examine(subject, rules, interrupts.check):
             status.update(next(tried))
             if not is_silent and (result.verdict == "FAIL" or not quiet):
-                row = Text(f"{result.verdict:<14}", COLOURS[result.verdict])
-                out.print(row.append(f" {result.rule:<12}  {result.detail}", "not bold default"), soft_wrap=True)
+                verdict = f"{result.verdict:<14}", COLOURS[result.verdict]
+                out.print(Text.assemble(verdict, f" {result.rule:<12}  {result.detail}"), soft_wrap=True)
             yield result
