@@ -32,7 +32,7 @@ class DcpThread(DcpLibrary):
     """The next update waits for staging, into buffers that are kept. Needs a group of its own."""
 
     is_async: ClassVar[bool] = True
-    kind: ClassVar[AsyncCheckpointerType] = AsyncCheckpointerType.THREAD
+    kind = AsyncCheckpointerType.THREAD
     _stager: DefaultStager | None = None
     _staged: Future[None] | None = None
 
@@ -78,7 +78,7 @@ class DcpThread(DcpLibrary):
 class DcpProcess(DcpThread):
     """Staged into shared memory, from which a process writes that is started beforehand."""
 
-    kind: ClassVar[AsyncCheckpointerType] = AsyncCheckpointerType.PROCESS
+    kind = AsyncCheckpointerType.PROCESS
 
     def open(self) -> None:
         super().open()

@@ -67,7 +67,7 @@ class DcpLibrary(Library):
     def options(self) -> dict[str, Any]:
         """Of a writer."""
         # Its own fsync leaves out the folder, and of .metadata what is still in Python's buffer; ours does not.
-        return {"thread_count": self.job.dcp.threads, "sync_files": False}
+        return {"thread_count": self.job.settings.threads, "sync_files": False}
 
     def files(self, folder: Path) -> list[Path]:
         """What this rank has written."""

@@ -20,7 +20,7 @@ class FileSaves:
     """All methods but `close` are collective, or depend only on what was reduced; so all ranks take the same way."""
 
     def __init__(self, job: JobContext, library: Library, writer: FileWriter) -> None:
-        self._rank, self._keep, self._library, self._writer = job.rank, job.storage.keep, library, writer
+        self._rank, self._keep, self._library, self._writer = job.rank, job.settings.keep, library, writer
         self._completed: list[int] = []
         self._completion = Completion[FileSave](job.control_group)
         self._save: FileSave | None = None

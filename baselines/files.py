@@ -6,6 +6,7 @@ How a checkpoint is written and read is the affair of a library.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import ClassVar, Final
 
 from capricorn.emulation.storage import Storage
@@ -15,6 +16,7 @@ from capricorn.runtime.comm.collectives import barrier, gather_layouts
 from capricorn.runtime.save.flat_state import FlatState
 from capricorn.runtime.store.slot import Layout
 from capricorn.systems.interface import CheckpointSystem, ChunkEvent, Counters, JobContext, RestoreReport
+from capricorn.systems.settings import FileSettings
 from capricorn.units import Seconds, format_seconds
 
 from .file_restore import agree, load_together
@@ -34,6 +36,8 @@ class FileCheckpoints(CheckpointSystem):
     an iteration, and old folders are removed once a newer one is complete.
     """
 
+    kind = "files"
+    settings = FileSettings
     library: ClassVar[type[Library]]
     notes: ClassVar[tuple[str, ...]] = ()
     """What is wrong with the library and stays so."""
@@ -46,18 +50,21 @@ class FileCheckpoints(CheckpointSystem):
         self._is_clean = False
         """Whether folders of an abandoned future are gone."""
 
-    def attach(self, job: JobContext, state: FlatState) -> None:  # type: ignore[override]
-        if job.files_dir is None:
-            raise ConfigError(f"{self.name} writes files: JobContext.files_dir must name a folder that all ranks reach")
+    def attach(self, job: JobContext, state: FlatState) -> None:
+        files_dir = job.files_dir
+        if files_dir is None:
+            what = f"{type(self).__name__} writes files"
+            raise ConfigError(f"{what}: JobContext.files_dir must name a folder that all ranks reach")
+        job = replace(job, settings=self.settings_in(job))
         self._job, self._state, self._timeout_s = job, state, job.config.timeout_s
         if job.storage_dir is not None:
             self._storage = Storage(job.storage_dir, job.topology.node_of(job.rank))
         self._library = library = self.library(job, state, self._storage)
-        self._folders = Folders(job.files_dir, library.is_whole)
+        self._folders = Folders(files_dir, library.is_whole)
         layouts = gather_layouts(job.control_group, Layout(state.num_bytes, job.config.block_bytes, state.digest))
         self._commit = Commit(digests=tuple(layout.digest for layout in layouts))
         own_commit = self._commit if job.rank == 0 else None
-        writer = FileWriter(library, self._folders, own_commit, self._counters, fsync=job.storage.fsync)
+        writer = FileWriter(library, self._folders, own_commit, self._counters, fsync=job.settings.fsync)
         self._saves = FileSaves(job, library, writer)
         library.open()
 

@@ -6,7 +6,6 @@ Knows when to ask the library for what; how it does it is the library's affair.
 from __future__ import annotations
 
 import time
-from typing import ClassVar
 
 from capricorn.errors import CapricornError, StoreError
 from capricorn.hooks import OpKey
@@ -28,7 +27,7 @@ class LmResiliency(CheckpointSystem):
     Source: lm-resiliency 0.2, `InMemoryCheckpointManager`, after Gemini, SOSP'23.
     """
 
-    name: ClassVar[str] = "lm-resiliency"
+    survives = frozenset({"kill", "node-loss"})
 
     def __init__(self) -> None:
         self._is_open = False
@@ -41,7 +40,7 @@ class LmResiliency(CheckpointSystem):
         self._is_broken = False
         """Whether a save has failed on some rank: sockets that lost a message or the peer stay out of step."""
 
-    def attach(self, job: JobContext, state: FlatState) -> None:  # type: ignore[override]
+    def attach(self, job: JobContext, state: FlatState) -> None:
         check(job)
         self._job, self._state, self._timeout_s = job, state, job.config.timeout_s
         self._live = [run.source for run in state.runs]  # neighbours as one: the library moves tensor by tensor

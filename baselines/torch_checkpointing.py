@@ -113,7 +113,6 @@ class TorchCheckpointing(FileCheckpoints):
     Source: torch_checkpointing 0.1.
     """
 
-    name: ClassVar[str] = "torch-checkpointing"
     library: ClassVar[type[Library]] = _Manager
     notes: ClassVar[tuple[str, ...]] = (
         "a flipped bit loads without a word",

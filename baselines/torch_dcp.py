@@ -9,6 +9,7 @@ from capricorn.systems.interface import JobContext
 
 from .dcp_async import DcpProcess, DcpThread
 from .dcp_library import DcpLibrary
+from .file_settings import DcpSettings
 from .files import FileCheckpoints
 from .library import Library
 
@@ -19,7 +20,7 @@ class Dcp(FileCheckpoints):
     Source: torch.distributed.checkpoint of the torch that is installed.
     """
 
-    name: ClassVar[str] = "dcp"
+    settings = DcpSettings
     library: ClassVar[type[Library]] = DcpLibrary
     notes: ClassVar[tuple[str, ...]] = ("a flipped bit loads without a word",)
 
@@ -30,9 +31,9 @@ class DcpAsync(FileCheckpoints):
     Source: torch.distributed.checkpoint of the torch that is installed.
     """
 
-    name: ClassVar[str] = "dcp-async"
+    settings = DcpSettings
     notes: ClassVar[tuple[str, ...]] = Dcp.notes
 
-    def attach(self, job: JobContext, state: FlatState) -> None:  # type: ignore[override]
-        self.library = DcpProcess if job.dcp.mode == "process" else DcpThread  # type: ignore[misc]
+    def attach(self, job: JobContext, state: FlatState) -> None:
+        self.library = DcpProcess if self.settings_in(job).mode == "process" else DcpThread  # type: ignore[misc]
         super().attach(job, state)

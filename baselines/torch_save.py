@@ -38,7 +38,7 @@ class _OneFileEach(Library):
         with without_crc32():
             torch.save(self.tensors, temporary)
         self.charge(temporary.stat().st_size)
-        if self.job.storage.fsync:
+        if self.job.settings.fsync:
             sync([temporary], folder)  # before it has the name that makes it count
         return [temporary.rename(file)]
 
@@ -49,7 +49,6 @@ class TorchSave(FileCheckpoints):
     Source: `torch.save` of the torch that is installed.
     """
 
-    name: ClassVar[str] = "torch-save"
     library: ClassVar[type[Library]] = _OneFileEach
     notes: ClassVar[tuple[str, ...]] = ("a flipped bit loads without a word",)
 

@@ -15,6 +15,7 @@ from torchsnapshot import Snapshot, StateDict
 from torchsnapshot.dist_store import LinearBarrier
 from torchsnapshot.manifest import ChunkedTensorEntry, Entry
 
+from .file_settings import TorchSnapshotSettings
 from .files import FileCheckpoints
 from .library import Library, Write
 from .snapshot_corrections import Pending, corrected
@@ -85,7 +86,7 @@ class _Snapshots(Library):
         return {"path": f"{PROTOCOL}://{folder}", "pg": self.group, "storage_options": options}
 
     def _corrected(self) -> AbstractContextManager[None]:
-        return corrected(self.job.torchsnapshot.budget_bytes or 2 * self.num_bytes, self.timeout_s)
+        return corrected(self.job.settings.budget_bytes or 2 * self.num_bytes, self.timeout_s)
 
 
 def _places(entry: Entry) -> list[str]:
@@ -101,7 +102,7 @@ class TorchSnapshot(FileCheckpoints):
     Source: torchsnapshot 0.1.0.
     """
 
-    name: ClassVar[str] = "torchsnapshot"
+    settings = TorchSnapshotSettings
     library: ClassVar[type[Library]] = _Snapshots
     notes: ClassVar[tuple[str, ...]] = (
         "a truncated file restores nothing of what lay beyond its end, without a word",

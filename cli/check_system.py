@@ -11,7 +11,9 @@ import rich_click as click
 from rich.text import Text
 
 from capricorn.conformance.under_test import SystemUnderTest, under_test
+from capricorn.errors import ConfigError
 from capricorn.launch.interrupts import Interrupts
+from capricorn.systems.settings import OPTIONS
 
 from .options import json_option
 from .output import console, print_json
@@ -36,9 +38,13 @@ TIMEOUT_S = 5.0
     metavar="SECONDS",
     help="of every wait on a peer: system.timeout_s of the toy job",
 )
+@click.option("--set", "assignments", multiple=True, metavar="system.options.KEY=VALUE",
+              help="a setting of the system; repeatable")  # fmt: skip
 @json_option
 @click.option("-q", "--quiet", is_flag=True, help="print the rules that do not hold, and nothing else")
-def check_system(name: str, rules: str, without: str, timeout_s: float, as_json: bool, quiet: bool) -> int:
+def check_system(
+    name: str, rules: str, without: str, timeout_s: float, assignments: tuple[str, ...], as_json: bool, quiet: bool
+) -> int:
     """Try the rules that every checkpointing system must keep on the system NAME.
 
     NAME is one of `list systems`, PACKAGE.MODULE:CLASS or FILE.py:CLASS. It is put into a toy job of two ranks on two
@@ -47,7 +53,8 @@ def check_system(name: str, rules: str, without: str, timeout_s: float, as_json:
     from capricorn.conformance.rules import choose
 
     subject = under_test(name, timeout_s=timeout_s)
-    subject = subject.model_copy(update={"without": (*subject.without, *_split(without))})
+    options = subject.options | dict(map(_option, assignments))
+    subject = subject.model_copy(update={"options": options, "without": (*subject.without, *_split(without))})
     chosen = choose(_split(rules))
     with Interrupts() as interrupts:
         results = list(_shown(subject, chosen, interrupts, is_silent=as_json, quiet=quiet))
@@ -58,6 +65,13 @@ def check_system(name: str, rules: str, without: str, timeout_s: float, as_json:
         failed = f"{num_failed} of {len(results)} rules do not hold"
         console().print(failed if num_failed else f"{name} keeps the rules")
     return 1 if num_failed else 0
+
+
+def _option(assignment: str) -> tuple[str, str]:
+    key, equals, value = assignment.partition("=")
+    if not equals or not key.startswith(f"{OPTIONS}."):
+        raise ConfigError(f"--set {assignment}: here it is for settings of the system, as {OPTIONS}.KEY=VALUE")
+    return key.removeprefix(f"{OPTIONS}."), value
 
 
 def _split(names: str) -> list[str]:

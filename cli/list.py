@@ -12,7 +12,7 @@ from capricorn.config.fault_spec import KINDS, spelling
 from capricorn.config.presets import CLUSTERS, MODELS
 from capricorn.config.resolve import load_cluster, load_model
 from capricorn.sizing.memory import STATE_BYTES_PER_PARAM, active_params, total_params
-from capricorn.systems.registry import SYSTEMS
+from capricorn.systems.registry import known
 from capricorn.units import format_bytes, format_rate
 
 from .options import json_option
@@ -65,7 +65,7 @@ def _systems() -> Details:
             "restores from": ", ".join(info.tiers) or NONE,
             "here": "yes" if info.is_installed else f"no: {info.install}",
         }
-        for name, info in SYSTEMS.items()
+        for name, info in known().items()
     }
 
 

@@ -13,11 +13,12 @@ import rich_click as click
 from capricorn.config.cluster import LOCAL, ClusterConfig
 from capricorn.config.fault_spec import FaultSpec
 from capricorn.config.fields import validate
-from capricorn.config.resolve import load_cluster, load_model, override, parse_ckpt
+from capricorn.config.resolve import assign, load_cluster, load_model, parse_ckpt
 from capricorn.config.scenario import ROUTER, Scenario
 from capricorn.errors import ConfigError
 from capricorn.sizing.scale import scale
-from capricorn.systems.registry import check_system
+from capricorn.systems.registry import canonical_name, check_system
+from capricorn.systems.settings import settle
 from capricorn.units import KIB
 
 Command: TypeAlias = Callable[..., int]
@@ -25,8 +26,6 @@ Command: TypeAlias = Callable[..., int]
 DEFAULT_WARMUP = 5
 SEND_BUFFER_BYTES, CHUNK_BYTES = 16 * KIB, 64 * KIB
 """Of an emulated run: links are slower by orders of magnitude there, and what lies in buffers is in everybody's way."""
-GEMINI_BUFFER_BYTES = 4 * CHUNK_BYTES
-"""So that its chunks are as large as ours."""
 DEFAULT_NODES = 2
 DEFAULT_REPLICAS = 2
 
@@ -130,8 +129,11 @@ def scenario_from(
     faults: Sequence[str] = (),
     assignments: Sequence[str] = (),
     keep_store: bool = False,
+    settles: bool = True,
 ) -> Scenario:
     """The scenario that the options stand for, resolved and checked as far as it can be without this machine.
+
+    Without `settles` the options of the system are those that several systems share, and each takes its own.
 
     Raises:
         ConfigError: an option, a name, a path or a key is wrong.
@@ -147,16 +149,16 @@ def scenario_from(
         "data": {"path": data},
         "cluster": domains,
         "loads": {"source": loads},
-        "system": {"name": system, "every": parse_ckpt(ckpt), "replicas": copies} | buffers,
+        "system": {"name": canonical_name(system), "every": parse_ckpt(ckpt), "replicas": copies} | buffers,
         "planner": planner,
-        "gemini": {"buffer_bytes": GEMINI_BUFFER_BYTES} if domains.is_emulated else {},
-        "storage": {"medium": "tmpfs"} if domains.is_emulated else {},
         "persist": {"every": persist_every, "dir": persist_dir},
         "store": {"keep": keep_store},
         "launch": {"nnodes": nnodes, "node_rank": node_rank, "rdzv_endpoint": rdzv_endpoint},
         "faults": tuple(map(FaultSpec.parse, faults)),
     }
-    return _checked(scale(override(validate(Scenario, parts, "options"), assignments)))
+    scenario = scale(assign(validate(Scenario, parts, "options"), assignments))
+    check_system(scenario.system.name)
+    return _checked(settle(scenario) if settles else scenario)
 
 
 def _cluster(name: str, nodes: int | None, ranks_per_node: int | None, device: str, nnodes: int) -> ClusterConfig:
@@ -195,7 +197,6 @@ def _checked(scenario: Scenario) -> Scenario:
     """The scenario with its device resolved, once the names that no model checks are found to be known."""
     from capricorn.launch.preflight import resolve_device
 
-    check_system(scenario.system.name)
     if scenario.loads.source != ROUTER:
         # Also reads a trace, so that its faults are told before anything starts; numpy takes a while to import.
         from capricorn.loads.load_source import given_shares

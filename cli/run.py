@@ -11,6 +11,7 @@ from capricorn.config.scenario import Scenario
 from capricorn.errors import ConfigError
 from capricorn.records.samples import RECOVERIES, RUN, RecoverySample, RunRecord, read_run, read_samples
 from capricorn.sizing.memory import needs_of
+from capricorn.systems.settings import settings_of
 
 from .options import output_options, refuse_shared_tier, scenario_options, system_option
 from .output import console, print_json
@@ -58,7 +59,8 @@ def _measure(scenario: Scenario, out: Path, repeats: int, folders: list[Path], *
         with watching([], quiet=quiet, verbose=verbose) as listener:
             scenario, found_in = tune(scenario, out, listener)
         if not quiet:
-            console().print(f"mu {scenario.gemini.mu}, found in {found_in or 'no run: nothing depends on it'}")
+            factor = settings_of(scenario).mu
+            console().print(f"mu {factor}, found in {found_in or 'no run: nothing depends on it'}")
     for _ in range(repeats):
         with watching(folders, quiet=quiet, verbose=verbose) as listener:
             launch(scenario, out, listener)

@@ -15,10 +15,11 @@ from typing import Any, Self
 from pydantic import Field
 
 from capricorn.config.fields import FrozenModel
-from capricorn.config.resolve import override
 from capricorn.config.scenario import Scenario
 from capricorn.errors import CapricornError, ConfigError
 from capricorn.records.samples import RunRecord, read_record, read_run, write_record
+from capricorn.systems.registry import canonical_name, find, short_name
+from capricorn.systems.settings import OPTIONS, override
 
 SCHEMA_VERSION = 1
 COMPARE, LOCK = "compare.json", "compare.lock"
@@ -34,7 +35,7 @@ CHECKPOINTS = ("system.every", "system.replicas")
 """What else must be equal of the systems that make some, or be asked for by one of them."""
 KEPT = ("requested", "effective")
 """Of the summary of a run: its checkpoints, and those that became complete."""
-SPELLING = "none,capricorn,gemini:gemini.mu=0.9"
+SPELLING = "none,capricorn,gemini:mu=0.9"
 
 
 class Variant(FrozenModel):
@@ -42,11 +43,16 @@ class Variant(FrozenModel):
 
     system: str
     assignments: tuple[str, ...] = ()
-    """`section.field=value`, as for --set."""
+    """`section.field=value`, as for --set; an option of the system may leave out `system.options.`."""
 
     @property
     def label(self) -> str:
-        """As it is spelled: `gemini:gemini.mu=0.9`."""
+        """Names it in tables: as it is spelled, `gemini:mu=0.9`, without the module or file of the system."""
+        return ":".join((short_name(self.system), *self.assignments))
+
+    @property
+    def spelling(self) -> str:
+        """The word for --systems that means the same in every folder."""
         return ":".join((self.system, *self.assignments))
 
     @classmethod
@@ -57,12 +63,14 @@ class Variant(FrozenModel):
             ConfigError: a part is empty or not key=value.
         """
         system, *assignments = map(str.strip, text.split(":"))
+        if assignments and "=" not in assignments[0] and assignments[0]:
+            system = f"{system}:{assignments.pop(0)}"  # MODULE:CLASS or FILE.py:CLASS
         if not system:
             raise ConfigError(f"--systems: {text!r} names no system; write it as in {SPELLING}")
         for assignment in assignments:
             if not all(assignment.partition("=")):
-                raise ConfigError(f"--systems {text!r}: {assignment!r} is not key=value, as in gemini:gemini.mu=0.9")
-        return cls(system=system, assignments=tuple(assignments))
+                raise ConfigError(f"--systems {text!r}: {assignment!r} is not key=value, as in gemini:mu=0.9")
+        return cls(system=canonical_name(system), assignments=tuple(assignments))
 
     def of(self, scenario: Scenario) -> Scenario:
         """The scenario under this variant.
@@ -79,7 +87,7 @@ class Variant(FrozenModel):
                     f"--systems {self.label!r} would do other work than the others; use --set {assignment} for all"
                 )
         try:
-            return override(scenario, (f"{SYSTEM}={self.system}", *self.assignments))
+            return override(scenario, (f"{SYSTEM}={self.system}", *map(_whole, self.assignments)))
         except ConfigError as error:
             raise ConfigError(f"--systems {self.label!r}: {str(error).removeprefix('--set ')}") from None
 
@@ -93,10 +101,39 @@ def parse_variants(texts: Iterable[str]) -> tuple[Variant, ...]:
     variants = [Variant.parse(text) for text in texts]
     if not variants:
         raise ConfigError(f"--systems names no system; write it as in {SPELLING}")
-    twice = [variant.label for number, variant in enumerate(variants) if variant in variants[:number]]
+    labels = [variant.label for variant in variants]
+    twice = [label for number, label in enumerate(labels) if label in labels[:number]]
     if twice:
         raise ConfigError(f"--systems names {twice[0]!r} twice; --repeats says how often each of them runs")
     return tuple(variants)
+
+
+def own_options(assignments: Iterable[str], variants: Iterable[Variant]) -> list[str]:
+    """Returns those `key=value` whose key is an option of one of the systems, as settings that all may share."""
+    fields = {field for variant in variants for field in _fields(variant)}
+    return [_whole(each) for each in assignments if each.partition("=")[0] in fields]
+
+
+def check_shared_options(scenario: Scenario, variants: Iterable[Variant]) -> None:
+    """Raises ConfigError for an option that all share and none of the systems has."""
+    fields = {field for variant in variants for field in _fields(variant)}
+    for key in scenario.system.options:
+        if key not in fields:
+            raise ConfigError(f"{OPTIONS}.{key}: none of the systems has such an option; they have {_words(fields)}")
+
+
+def _fields(variant: Variant) -> Iterable[str]:
+    model = find(variant.system).settings_model()
+    return () if model is None else model.model_fields
+
+
+def _words(fields: Iterable[str]) -> str:
+    return ", ".join(sorted(fields)) or "none"
+
+
+def _whole(assignment: str) -> str:
+    """The setting with its section: `system.options.mu=0.9` for `mu=0.9`."""
+    return assignment if "." in assignment.partition("=")[0] else f"{OPTIONS}.{assignment}"
 
 
 # --- the record --------------------------------------------------------------------------------------------------
@@ -254,10 +291,11 @@ def missing_runs(folder: Path, planned: PlannedComparison) -> list[PlannedRun]:
 # --- the same work -----------------------------------------------------------------------------------------------
 
 
-def settings_of(scenario: Scenario) -> dict[str, Any]:
-    """Every `section.field` of a scenario with its value; not what is computed from them."""
+def flat_settings(scenario: Scenario) -> dict[str, Any]:
+    """Every `section.field` of a scenario with its value, `system.options.KEY` too; not what is computed from them."""
     tree = scenario.model_dump(mode="json", exclude={"emulation", "faults"})
-    return {f"{section}.{field}": value for section, table in tree.items() for field, value in table.items()}
+    settings = {f"{section}.{field}": value for section, table in tree.items() for field, value in table.items()}
+    return settings | {f"{OPTIONS}.{key}": value for key, value in settings.pop(OPTIONS).items()}
 
 
 def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
@@ -267,14 +305,14 @@ def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
 
 def work_of(record: RunRecord) -> dict[str, Any]:
     """What must be equal of runs that are compared: mode, model, data, seed, loads, cluster and its links, faults."""
-    settings = settings_of(record.config)
+    settings = flat_settings(record.config)
     work = {key: value for key, value in settings.items() if key.partition(".")[0] in WORK and key not in LENGTH}
     return {"mode": record.mode, **work, "faults": [str(fault) for fault in record.config.faults]}
 
 
 def checkpoints_of(record: RunRecord) -> dict[str, Any]:
     """How often a run makes a checkpoint, and of how many copies; nothing of one that makes none."""
-    settings = settings_of(record.config)
+    settings = flat_settings(record.config)
     return {} if record.system == BASE else {key: settings[key] for key in CHECKPOINTS}
 
 

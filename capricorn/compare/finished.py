@@ -15,20 +15,21 @@ from capricorn.compare.compare_record import (
     PlannedRun,
     checkpoints_of,
     differing,
+    flat_settings,
     is_compare,
     is_done,
     place_of,
     read_compare,
     require_same_work,
-    settings_of,
     work_of,
 )
 from capricorn.compare.measured import Measured
 from capricorn.compare.paired import Ratio, paired_ratio
 from capricorn.compare.results import Comparison, Runs, compare_runs, compare_within
-from capricorn.config.system_settings import SWEEP
 from capricorn.errors import ConfigError
+from capricorn.planner.gemini_planner import SWEEP
 from capricorn.records.samples import RUN, RunRecord, read_run
+from capricorn.systems.settings import OPTIONS
 
 PLACES = ("store", "launch")
 """Sections that say where things lie and start, and do not tell one variant from another."""
@@ -125,7 +126,7 @@ def _by_work(records: Mapping[Path, RunRecord]) -> list[dict[Path, RunRecord]]:
     kinds = {
         path: (work_of(record), checkpoints_of(record))
         for path, record in records.items()
-        if record.config.gemini.mu != SWEEP
+        if record.config.system.options.get("mu") != SWEEP
     }
     apart: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for work, checkpoints in kinds.values():
@@ -155,9 +156,9 @@ def _own(record: RunRecord) -> dict[str, Any]:
     """The settings that tell variants of a system apart."""
     if record.system == BASE:
         return {}
-    common = {*LENGTH, SYSTEM, "gemini.tuned_in"}
+    common = {*LENGTH, SYSTEM, f"{OPTIONS}.tuned_in"}
     sections = (*WORK, *PLACES)
-    settings = settings_of(record.config)
+    settings = flat_settings(record.config)
     return {
         key: value for key, value in settings.items() if key.partition(".")[0] not in sections and key not in common
     }

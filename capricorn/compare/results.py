@@ -12,9 +12,9 @@ from capricorn.compare.compare_record import (
     BASE,
     CHECKPOINTS,
     differing,
+    flat_settings,
     require_same_checkpoints,
     require_same_work,
-    settings_of,
 )
 from capricorn.compare.measured import Measured, is_checkpointing, loss_faults
 from capricorn.compare.paired import Durations, Ratio, paired_ratio, unpaired
@@ -23,7 +23,7 @@ from capricorn.config.scenario import Scenario
 from capricorn.errors import ConfigError
 from capricorn.records.samples import Mode
 from capricorn.stats.numbers import number, quantile
-from capricorn.systems.registry import FILES, SYSTEMS
+from capricorn.systems.registry import recorded
 from capricorn.units import Bytes, Seconds
 
 OURS = "capricorn"
@@ -152,7 +152,7 @@ def _row(label: str, runs: Sequence[Measured | None], others: Runs, scenario: Sc
         peak_rss_bytes=_most("peak_rss_bytes", summaries),
         store_bytes=_most("store_bytes", summaries),
         sent_bytes_per_iteration=number(steady["sent_bytes"].mean()) if len(steady) else None,
-        tiers=SYSTEMS[_system_of(label)].tiers if _system_of(label) in SYSTEMS else (),
+        tiers=_tiers(there),
         notes=(*_settings(label, there, scenario), *_partnerless(runs, others)),
         runs=tuple(run.record.run_id for run in there),
     )
@@ -176,21 +176,27 @@ def _settings(label: str, runs: Sequence[Measured], scenario: Scenario) -> Itera
     yield from own
     for config in (run.record.config for run in runs[:1]):
         yield from _checkpoints(own, config, scenario)
-        if config.gemini.tuned_in:
-            yield f"mu {config.gemini.mu:g}, tuned in {config.gemini.tuned_in}"
+        entry, options = recorded(config.system.name), config.system.options
+        if entry and entry.tunes and options.get("tuned_in"):
+            yield f"{entry.tunes} {options[entry.tunes]:g}, tuned in {options['tuned_in']}"
         if config.system.name == OURS and config.planner.spans == "none":
             why = "" if config.emulation else " where the CPU that computes moves the bytes"
             yield f"planner.spans=none sends as soon as staged: nothing is planned{why}"
-        system = SYSTEMS.get(config.system.name)
-        if system and set(FILES) <= set(system.tiers):
-            where = {"disk": "the disk of the run folder", "tmpfs": "memory (tmpfs)"}[config.storage.medium]
-            yield f"files go to {where}, {'with' if config.storage.fsync else 'without'} fsync"
+        if entry and entry.writes_files:
+            where = {"disk": "the disk of the run folder", "tmpfs": "memory (tmpfs)"}[options["medium"]]
+            yield f"files go to {where}, {'with' if options['fsync'] else 'without'} fsync"
+
+
+def _tiers(runs: Sequence[Measured]) -> tuple[str, ...]:
+    """Where the system of these runs restores from, as far as it is known here."""
+    entry = recorded(runs[0].record.config.system.name) if runs else None
+    return entry.tiers if entry else ()
 
 
 def _checkpoints(own: Sequence[str], config: Scenario, scenario: Scenario) -> Iterator[str]:
     """What the settings of its own change in the checkpoints that are compared."""
     asked = {assignment.partition("=")[0] for assignment in own} & set(CHECKPOINTS)
-    ours, theirs = settings_of(config), settings_of(scenario)
+    ours, theirs = flat_settings(config), flat_settings(scenario)
     if config.system.name != BASE:
         for key in [key for key in differing(ours, theirs) if key in asked]:
             yield f"makes other checkpoints than the others: {key} is {ours[key]}, theirs is {theirs[key]}"

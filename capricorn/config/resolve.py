@@ -12,7 +12,7 @@ from typing import Any
 from capricorn.config.cluster import LOCAL
 from capricorn.config.fields import validate
 from capricorn.config.presets import CLUSTERS, MODELS
-from capricorn.config.scenario import ModelConfig, Scenario
+from capricorn.config.scenario import MOVED_SECTIONS, ModelConfig, Scenario
 from capricorn.errors import ConfigError, unknown_name
 
 
@@ -74,22 +74,39 @@ def parse_ckpt(text: str) -> int:
     return int(match[1])
 
 
-def override(scenario: Scenario, assignments: Iterable[str]) -> Scenario:
-    """The scenario with `section.key=value` settings applied and all of it checked again.
+OPTIONS = "system.options."
+
+
+def canonical_key(key: str) -> str:
+    """Returns a key as it is spelled today: `system.options.mu` for the older `gemini.mu`."""
+    section, _, field = key.partition(".")
+    return OPTIONS + field if section in MOVED_SECTIONS else key
+
+
+def assign(scenario: Scenario, assignments: Iterable[str]) -> Scenario:
+    """Returns the scenario with `section.key=value` settings applied and all of it checked again.
+
+    Options of the system are taken as they are: only its own model knows them.
 
     Raises:
         ConfigError: a key is unknown or a value does not fit it.
     """
     tree = scenario.model_dump()
     for assignment in assignments:
-        key, equals, value = assignment.partition("=")
-        section, _, field = key.partition(".")
+        written, equals, value = assignment.partition("=")
         if not equals:
             raise ConfigError(f"--set {assignment!r} is not key=value")
+        key = canonical_key(written)
+        if key.startswith(OPTIONS) and key != OPTIONS:
+            tree["system"]["options"][key.removeprefix(OPTIONS)] = value
+            continue
+        section, _, field = key.partition(".")
         known = [f"{s}.{f}" for s, table in tree.items() if isinstance(table, dict) for f in table]
         if key not in known:
             nearest = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {nearest[0]!r}?" if nearest else f"sections: {', '.join(tree)}"
-            raise ConfigError(f"--set {assignment!r}: unknown key {key!r}; {hint}")
+            raise ConfigError(f"--set {assignment!r}: unknown key {written!r}; {hint}")
+        if key == OPTIONS.removesuffix("."):
+            raise ConfigError(f"--set {assignment!r}: name one of them, as in {OPTIONS}KEY=VALUE")
         tree[section][field] = value
     return validate(Scenario, tree, "--set", lax=True)

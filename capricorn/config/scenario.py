@@ -5,7 +5,7 @@ Knows no torch, no file and no process.
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -13,12 +13,13 @@ from capricorn.config.cluster import ClusterConfig, Pace, Times
 from capricorn.config.fault_spec import LINK_KINDS, NO_LINKS, FaultSpec
 from capricorn.config.fields import ByteCount, FrozenModel, check
 from capricorn.config.planner import PlannerConfig
-from capricorn.config.system_settings import DcpConfig, GeminiConfig, PersistConfig, StorageConfig, TorchSnapshotConfig
 from capricorn.hooks import DIRECTIONS, MOMENTS, NO_LAYER, OpKey, matches_op
 from capricorn.topology import Topology, expert_split
 from capricorn.units import KIB, BytesPerSecond
 
 ROUTER = "router"
+MOVED_SECTIONS = ("gemini", "storage", "torchsnapshot", "dcp")
+"""Sections of version 0.1 that held settings of some systems."""
 
 
 class ModelConfig(FrozenModel):
@@ -147,7 +148,8 @@ class DataConfig(FrozenModel):
 class SystemConfig(FrozenModel):
     """A checkpointing system and its settings."""
 
-    name: str = "capricorn"
+    name: str = Field(default="capricorn", description="NAME, PACKAGE.MODULE:CLASS or FILE.py:CLASS")
+    options: dict[str, Any] = Field(default_factory=dict, description="settings that the system itself defines")
     every: int = Field(default=1, ge=0, description="iterations between two checkpoints; 0 is off")
     replicas: int = Field(default=2, gt=0, description="copies of each shard, one of them local")
     block_bytes: ByteCount = Field(
@@ -166,6 +168,15 @@ class SystemConfig(FrozenModel):
         le=2,
         description="finished iterations that may be lost; with 2 a late save holds up nothing yet",
     )
+
+
+class PersistConfig(FrozenModel):
+    """The persistent tier of the systems that replicate: which of their checkpoints it gets, and where it lies."""
+
+    every: int = Field(default=0, ge=0, description="iterations between two checkpoints on disk; 0 is off")
+    dir: str = Field(default="", description="a folder that all nodes reach; empty: that of the run")
+    keep: int = Field(default=2, ge=2, description="complete checkpoints that are kept on disk")
+    timeout_s: float = Field(default=60.0, gt=0, description="deadline of a wait for the writers of other ranks")
 
 
 class StoreConfig(FrozenModel):
@@ -211,11 +222,7 @@ class Scenario(FrozenModel):
     loads: LoadsConfig = LoadsConfig()
     system: SystemConfig = SystemConfig()
     planner: PlannerConfig = PlannerConfig()
-    gemini: GeminiConfig = GeminiConfig()
     persist: PersistConfig = PersistConfig()
-    storage: StorageConfig = StorageConfig()
-    torchsnapshot: TorchSnapshotConfig = TorchSnapshotConfig()
-    dcp: DcpConfig = DcpConfig()
     store: StoreConfig = StoreConfig()
     launch: LaunchConfig = LaunchConfig()
     faults: tuple[FaultSpec, ...] = ()
@@ -225,6 +232,18 @@ class Scenario(FrozenModel):
     @property
     def topology(self) -> Topology:
         return Topology(self.cluster.nodes, self.cluster.ranks_per_node)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_older(cls, values: Any) -> Any:
+        """Records of version 0.1 have sections for some systems; their fields are options of the system now."""
+        older = {name: values[name] for name in MOVED_SECTIONS if isinstance(values, dict) and name in values}
+        if not older:
+            return values
+        options = {key: value for section in older.values() for key, value in section.items()}
+        system = dict(values.get("system", {}))
+        kept = {name: value for name, value in values.items() if name not in older}
+        return kept | {"system": system | {"options": options | system.get("options", {})}}
 
     @model_validator(mode="after")
     def _check(self) -> Self:

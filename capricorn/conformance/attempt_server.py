@@ -31,8 +31,9 @@ import torch.distributed as dist
 
 from capricorn.conformance.toy_job import NUM_RANKS
 from capricorn.conformance.traces import children_of, describe, polls
-from capricorn.conformance.under_test import SystemUnderTest, system_class
+from capricorn.conformance.under_test import SystemUnderTest
 from capricorn.process import die_with_parent
+from capricorn.systems.registry import load_system
 from capricorn.units import Seconds
 
 PR_SET_CHILD_SUBREAPER: Final = 36
@@ -61,7 +62,7 @@ def main() -> None:
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
     try:
         subject = SystemUnderTest.model_validate(request["subject"])
-        system_class(subject.system)
+        load_system(subject.system)
         module, _, name = request["function"].partition(":")
         function: RankFunction = getattr(import_module(module), name)
     except Exception as error:  # noqa: BLE001 - the module of a system may raise what it likes
@@ -129,7 +130,8 @@ class _Attempt:
         return facts
 
     def _place_of(self, rank: int) -> str:
-        lines = (self._results / f"place{rank}").read_text().splitlines()
+        file = self._results / f"place{rank}"
+        lines = file.read_text().splitlines() if file.exists() else []
         return next((line.strip() for line in lines if line.startswith("  File")), "no Python code")
 
     def _end_of(self, rank: int) -> str:

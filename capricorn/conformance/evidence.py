@@ -19,7 +19,8 @@ from capricorn.conformance.rank_functions import (
 )
 from capricorn.conformance.toy_job import JOB_FILES, make_folder, make_node
 from capricorn.conformance.traces import files_in
-from capricorn.conformance.under_test import SystemFacts, SystemUnderTest, facts_of
+from capricorn.conformance.under_test import SystemUnderTest
+from capricorn.systems.registry import find
 
 RESTARTED: Final = "restarted"
 
@@ -39,12 +40,8 @@ class Evidence:
     """The attempts with one system, in folders below one that the caller removes."""
 
     def __init__(self, subject: SystemUnderTest, server: AttemptServer, folder: Path) -> None:
-        self.subject = subject
+        self.subject, self.entry = subject, find(subject.system)
         self._server, self._folder = server, folder
-
-    @property
-    def facts(self) -> SystemFacts:
-        return facts_of(self.subject.system)
 
     @cached_property
     def restarted(self) -> Restarted:

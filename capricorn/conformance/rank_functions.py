@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from capricorn.conformance.toy_job import ToyRank
-from capricorn.conformance.under_test import SystemUnderTest, facts_of
+from capricorn.conformance.under_test import SystemUnderTest
+from capricorn.systems.registry import find
 
 NUM_SAVES: Final = 6
 LOST_RANK: Final = 1
@@ -43,7 +44,7 @@ def train_and_be_killed(rank: int, folder: Path, subject: SystemUnderTest) -> It
         "events": [asdict(event) for event in system.take_events()],
         "num_bytes": sum(tensor.nbytes for tensor in toy.state.tensors.values()),
     }
-    survives = facts_of(subject.system).survives
+    survives = find(subject.system).survives
     is_killed = "kill-all" in survives or ("kill" in survives and rank == LOST_RANK)
     if not is_killed:
         system.close()

@@ -12,8 +12,9 @@ from capricorn.conformance.attempts import Attempt, AttemptServer, BrokenRule
 from capricorn.conformance.evidence import Evidence
 from capricorn.conformance.rank_functions import LOST_RANK, NUM_SAVES
 from capricorn.conformance.toy_job import NUM_RANKS, tensor_names
-from capricorn.conformance.under_test import SystemFacts, SystemUnderTest, facts_of
+from capricorn.conformance.under_test import SystemUnderTest
 from capricorn.errors import unknown_name
+from capricorn.systems.registry import SystemEntry, check_system
 
 RuleVerdict: TypeAlias = Literal["PASS", "FAIL", "not applicable"]
 SAVES: Final = "saves"
@@ -38,7 +39,7 @@ class Rule:
 
     def judge(self, evidence: Evidence) -> RuleResult:
         """Finds out whether it holds for a system."""
-        if reason := self._not_applicable(evidence.facts):
+        if reason := self._not_applicable(evidence.entry):
             return RuleResult(self.name, "not applicable", reason)
         try:
             complaints = list(self.complaints(evidence))
@@ -49,10 +50,10 @@ class Rule:
         more = f" (and {len(complaints) - 1} more)" if len(complaints) > 1 else ""
         return RuleResult(self.name, "FAIL", " ".join(complaints[0].split()) + more)
 
-    def _not_applicable(self, facts: SystemFacts) -> str:
-        if self.needs and not facts.saves:
+    def _not_applicable(self, entry: SystemEntry) -> str:
+        if self.needs and entry.kind == "nothing":
             return "it saves nothing"
-        if self.needs not in ("", SAVES, *facts.survives):
+        if self.needs not in ("", SAVES, *entry.survives):
             return f"it does not say that it survives {self.needs}"
         return ""
 
@@ -143,7 +144,7 @@ def _lost_peer(evidence: Evidence, lost: Attempt, restarted: Attempt) -> Iterato
     survivor = lost[SURVIVOR]
     if not survivor["complaint"] and not survivor["num_failed"]:
         yield f"rank {SURVIVOR} neither raised an error nor counted a failed save without rank {LOST_RANK}"
-    if "kill" in evidence.facts.survives:
+    if "kill" in evidence.entry.survives:
         # The checkpoint that was on its way may have become complete.
         last = max(survivor["last"], survivor["latest"] or 0)
         yield from _wrongly_restored(evidence, restarted, tuple(range(last, survivor["last"] + 2)))
@@ -185,8 +186,8 @@ def _wrongly_restored(evidence: Evidence, attempt: Attempt, allowed: Sequence[in
             yield f"rank {told.rank} did not get iteration {iteration} bit for bit: {_some(wrong)}"
         if restored["position"] != iteration:
             yield f"rank {told.rank} did not get the small values of iteration {iteration}; call publish() at the end"
-        if len(restored["sources"]) != NUM_RANKS or not evidence.facts.tiers.issuperset(restored["sources"]):
-            tiers = ", ".join(sorted(evidence.facts.tiers))
+        if len(restored["sources"]) != NUM_RANKS or not {*restored["sources"]} <= {*evidence.entry.tiers}:
+            tiers = ", ".join(sorted(evidence.entry.tiers))
             yield f"the sources of a restore name a tier for each owner, of {tiers}; not {restored['sources']}"
 
 
@@ -239,9 +240,10 @@ def examine(
         check: called often; may raise to end it.
 
     Raises:
-        ConfigError: there is no such system, what it needs is not installed, or no tensor has such a name.
+        ConfigError: there is no such system, what it needs is not installed, or it has no such option or tensor.
     """
-    facts_of(subject.system)
+    check_system(subject.system)
+    subject.settings()
     for tensor in subject.without:
         if tensor not in tensor_names():
             raise unknown_name("tensor", tensor, tensor_names())

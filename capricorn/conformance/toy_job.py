@@ -5,7 +5,6 @@ Every number of the state tells the rank, tensor and iteration it belongs to, so
 
 from __future__ import annotations
 
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from capricorn.config.scenario import SystemConfig
 from capricorn.conformance.traces import Traces
-from capricorn.conformance.under_test import SystemUnderTest, system_class
+from capricorn.conformance.under_test import SystemUnderTest
 from capricorn.emulation.route import Links
 from capricorn.emulation.storage import Storage
 from capricorn.errors import NoCompleteCheckpointError
@@ -24,6 +23,7 @@ from capricorn.hooks import NO_LAYER, Direction, OpKey, OpKind
 from capricorn.runtime.save.flat_state import FlatState
 from capricorn.runtime.store.node_store import NodeStore
 from capricorn.systems.interface import JobContext
+from capricorn.systems.registry import load_system
 from capricorn.topology import Topology
 from capricorn.units import Seconds
 
@@ -79,7 +79,7 @@ class ToyRank:
             capture=lambda: {"position": self.position},
             publish=self._publish,
         )
-        self.system = system_class(subject.system)()
+        self.system = load_system(subject.system)()
         self.fill(0)
         job = _context(subject, rank, folder, attempt)
         for group in (None, job.control_group):  # or the connections that are made would count as the system's
@@ -212,7 +212,7 @@ def _tensors(large: int) -> dict[str, Tensor]:
 def _context(subject: SystemUnderTest, rank: int, folder: Path, attempt: int) -> JobContext:
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=2 * subject.timeout_s))
     config = {"replicas": 2, "block_bytes": 65536, "timeout_s": subject.timeout_s, "name": subject.system}
-    job = JobContext(
+    return JobContext(
         run_id=RUN_ID,
         attempt=attempt,
         topology=Topology(NUM_RANKS, 1),
@@ -225,6 +225,5 @@ def _context(subject: SystemUnderTest, rank: int, folder: Path, attempt: int) ->
         routes=Links(folder / "links").routes(rank, list(range(NUM_RANKS))) if subject.has_links else {},
         storage_dir=folder / "storage",
         files_dir=folder / "files",
+        settings=subject.settings(),
     )
-    settings = {key: type(getattr(job, key)).model_validate(value) for key, value in subject.settings.items()}
-    return replace(job, **settings)

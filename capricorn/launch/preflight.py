@@ -22,7 +22,7 @@ from capricorn.config.scenario import Scenario
 from capricorn.errors import ConfigError
 from capricorn.records.samples import Environment
 from capricorn.sizing.memory import Needs, needs_of
-from capricorn.systems.registry import SYSTEMS
+from capricorn.systems.registry import SYSTEMS, find
 from capricorn.units import Bytes, format_bytes
 
 MIN_PYTHON = (3, 11)
@@ -166,7 +166,7 @@ def _check_torch() -> Check:
 
 def _check_system(name: str, *, is_needed: bool) -> Check:
     """Whether the module of a system is there, and its extra if that is needed; does not import it."""
-    info = SYSTEMS[name]
+    info = find(name)
     module = info.target.partition(":")[0]
     if not info.is_installed:
         return Check(f"system {name}", not is_needed, "not installed", f"module {info.needs}", info.install)

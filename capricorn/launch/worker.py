@@ -33,6 +33,7 @@ from capricorn.runtime.comm.collectives import maximum, share_text
 from capricorn.runtime.persist.layout import iterations_in
 from capricorn.systems.interface import CheckpointSystem, JobContext
 from capricorn.systems.registry import load_system
+from capricorn.systems.settings import settings_of
 from capricorn.trainer.loop import StallMeter, Trainer
 from capricorn.trainer.training import Training
 
@@ -211,10 +212,7 @@ class Worker:
             store_tap=injector.store_tap,
             storage_dir=self._job.storage_dir,
             files_dir=self._job.files_dir,
-            gemini=scenario.gemini,
-            storage=scenario.storage,
-            torchsnapshot=scenario.torchsnapshot,
-            dcp=scenario.dcp,
+            settings=settings_of(scenario),
             persist=scenario.persist,
             persist_dir=self._job.persist_dir,
             model=scenario.model.name,

@@ -6,16 +6,25 @@ Source: Gemini, SOSP'23, sections 5.2 and 5.3.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import Final
+from types import MappingProxyType
+from typing import Any, ClassVar, Final, Literal, Self
 
-from capricorn.config.system_settings import SWEEP, GeminiConfig
+from pydantic import Field, model_validator
+
+from capricorn.config.fields import ByteCount, check
 from capricorn.planner.link_model import LinkModel
 from capricorn.planner.plan import Chunk, Limit, Plan, tile
 from capricorn.planner.profile import IterationProfile
-from capricorn.units import Bytes, Seconds
+from capricorn.systems.settings import SystemSettings
+from capricorn.units import KIB, MIB, Bytes, Seconds
 
+AUTO: Final = "auto"
+SWEEP: Final = "sweep"
+MIN_PART_BYTES: Final = KIB
+EMULATED_BUFFER_BYTES: Final = 4 * 64 * KIB
+"""On an emulated cluster: so that its chunks are as large as those of system capricorn there."""
 FACTORS: Final = (0.3, 0.5, 0.7, 0.85, 1.0)
 """Safety factors that a sweep tries; the paper does not give the one it used."""
 _ROUND: Final = (*FACTORS, *reversed(FACTORS))
@@ -24,7 +33,42 @@ UNPLANNED: Final = 2
 """First checkpoints of a sweep that are sent without a factor: by them the link is measured."""
 
 
-def num_swept(config: GeminiConfig) -> int:
+class GeminiStagedSettings(SystemSettings):
+    """How Gemini profiles and partitions. Source: Gemini, SOSP'23, sections 5.2 and 5.3."""
+
+    EMULATED: ClassVar[Mapping[str, Any]] = MappingProxyType({"buffer_bytes": EMULATED_BUFFER_BYTES})
+
+    mu: Literal["auto", "sweep"] | float = Field(
+        default=AUTO, description="safety factor of a span; auto tries several on the scenario first, sweep is that try"
+    )
+    tuned_in: str = Field(default="", description="the run in which mu was found")
+    sweep_rounds: int = Field(default=2, gt=0, description="times that each factor is tried there and back in a sweep")
+    profile_iterations: int = Field(default=20, gt=0, description="first iterations, profiled and not checkpointed")
+    buffer_bytes: ByteCount = Field(default=128 * MIB, ge=1024, description="of all sub-buffers together, R")
+    num_buffers: int = Field(default=4, ge=2, description="sub-buffers, p")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        part_bytes = self.buffer_bytes // self.num_buffers
+        check(
+            part_bytes >= MIN_PART_BYTES,
+            f"system.options.buffer_bytes = {self.buffer_bytes} leaves {part_bytes} bytes to each of "
+            f"{self.num_buffers} sub-buffers; use {MIN_PART_BYTES * self.num_buffers} or more, or a smaller "
+            "system.options.num_buffers",
+        )
+        is_named = isinstance(self.mu, str)
+        check(is_named or 0 < float(self.mu) <= 1, f"system.options.mu = {self.mu}: a safety factor lies in (0, 1]")
+        return self
+
+
+class GeminiSettings(GeminiStagedSettings):
+    """The same where peers are sent the live state, through the sub-buffers."""
+
+    def buffer_bytes_of(self, shard_bytes: Bytes) -> Bytes:
+        return min(self.buffer_bytes, self.num_buffers * shard_bytes)
+
+
+def num_swept(config: GeminiStagedSettings) -> int:
     """Plans that a sweep makes."""
     return config.sweep_rounds * len(_ROUND)
 
@@ -88,7 +132,7 @@ class GeminiPlanner:
 
     drift, replanned = 0.0, False
 
-    def __init__(self, config: GeminiConfig, *, rank: int, num_remote: int, shard_bytes: Bytes) -> None:
+    def __init__(self, config: GeminiStagedSettings, *, rank: int, num_remote: int, shard_bytes: Bytes) -> None:
         self._config, self._rank, self._num_remote, self._shard_bytes = config, rank, num_remote, shard_bytes
         self._left = config.profile_iterations
         self._observed: list[tuple[Seconds, ...]] = []

@@ -32,7 +32,14 @@ from capricorn.runtime.schedule.gate import Gate
 from capricorn.runtime.schedule.scheduler import make_scheduler
 from capricorn.runtime.store.node_store import NodeStore
 from capricorn.runtime.store.slot import Layout
-from capricorn.systems.interface import CheckpointSystem, ChunkEvent, Counters, JobContext, Planning, RestoreReport
+from capricorn.systems.interface import (
+    CheckpointSystem,
+    ChunkEvent,
+    Counters,
+    JobContext,
+    Planning,
+    RestoreReport,
+)
 from capricorn.units import Bytes, Seconds
 
 
@@ -44,7 +51,7 @@ class ReplicatingSystem(CheckpointSystem):
     iteration. Source: Capricorn, CLUSTER 2025 (what is checkpointed and where); the staged path is ours.
     """
 
-    name: ClassVar[str] = "capricorn"
+    kind = "replicates"
     can_be_replaced: ClassVar[bool] = True
     plans: ClassVar[bool] = True
     """Whether idle spans are looked for; else all is sent as soon as it is staged."""
@@ -62,7 +69,7 @@ class ReplicatingSystem(CheckpointSystem):
         self._is_clean = False
         """Whether copies of an abandoned future are gone from the stores."""
 
-    def attach(self, job: JobContext, state: FlatState) -> None:  # type: ignore[override]
+    def attach(self, job: JobContext, state: FlatState) -> None:
         self._job, self._state, self._timeout_s = job, state, job.config.timeout_s
         store = NodeStore.open(job.store_dir, job.store_tap)
         self._persister, self._store = Persister(job, store, self._counters), store

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from capricorn.config.planner import PlannerConfig
-from capricorn.config.scenario import SystemConfig
-from capricorn.config.system_settings import PersistConfig
+from capricorn.config.scenario import PersistConfig, SystemConfig
 from capricorn.errors import ConfigError, StoreError
 from capricorn.runtime.comm.collectives import maximum
 from capricorn.runtime.store.node_store import RUN_PREFIX, NodeStore

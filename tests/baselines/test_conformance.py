@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from capricorn.config.system_settings import StorageConfig
 from capricorn.conformance.evidence import Evidence
 from capricorn.conformance.rank_functions import NUM_SAVES
 from capricorn.conformance.rules import RULES, choose
 from capricorn.conformance.toy_job import ToyRank, make_folder
-from capricorn.conformance.under_test import SystemUnderTest, facts_of, under_test
+from capricorn.conformance.under_test import SystemUnderTest, under_test
 from capricorn.errors import CapricornError
-from capricorn.systems.registry import SYSTEMS
+from capricorn.systems.registry import SYSTEMS, find
+from capricorn.systems.settings import FileSettings
 from tests.support.conformance import attempt, server
 from tests.support.runs import flip_byte
 
@@ -29,8 +29,8 @@ SLOW = {"stopped-peer"}
 AFTER_DEATH = {"dead-peer", "close", "node-loss"}
 """Rules that need attempts of their own."""
 INSTALLED = [name for name, info in SYSTEMS.items() if info.is_installed]
-SAVING = [name for name in INSTALLED if facts_of(name).saves]
-PROCESS = under_test("dcp-async", settings={"dcp": {"mode": "process"}}, timeout_s=20.0)
+SAVING = [name for name in INSTALLED if find(name).kind != "nothing"]
+PROCESS = under_test("dcp-async", options={"mode": "process"}, timeout_s=20.0)
 
 EvidenceOf = Callable[[SystemUnderTest], tuple[Evidence, Path]]
 
@@ -94,7 +94,7 @@ def test_no_more_checkpoints_are_kept_than_the_settings_say(system: str, evidenc
     evidence, folder = evidence_of(under_test(system))
     assert evidence.restarted
     kept = [path for path in (folder / "restarted" / "files").iterdir() if path.is_dir()]
-    assert len(kept) <= StorageConfig().keep, kept
+    assert len(kept) <= FileSettings().keep, kept
 
 
 @pytest.mark.slow

@@ -143,9 +143,7 @@ def stumble(rank: int, folder: Path, subject: SystemUnderTest) -> Iterator[dict[
     yield {"completed": completed, "failed": failed, "complaint": complaint, "left": toy.traces.left(10.0)}
 
 
-PROCESS = pytest.param(
-    under_test("dcp-async", settings={"dcp": {"mode": "process"}}), marks=pytest.mark.slow, id="process"
-)
+PROCESS = pytest.param(under_test("dcp-async", options={"mode": "process"}), marks=pytest.mark.slow, id="process")
 
 
 @pytest.mark.parametrize("subject", [*map(under_test, SYSTEMS), PROCESS], ids=str)
@@ -182,7 +180,7 @@ def synced(rank: int, folder: Path, subject: SystemUnderTest) -> Iterator[dict[s
 
 @every_system
 def test_with_fsync_it_counts_only_once_every_file_and_folder_is_on_the_medium(system: str, tmp_path: Path) -> None:
-    subject = under_test(system, settings={"storage": {"fsync": True}})
+    subject = under_test(system, options={"fsync": True})
     make_folder(tmp_path, subject)
     told = attempt(synced, tmp_path, subject)
     first, paths = told[0]["synced"], told[0]["newest"]
@@ -202,7 +200,7 @@ def test_without_fsync_nothing_is_synced(tmp_path: Path) -> None:
 
 @every_system
 def test_a_modelled_storage_is_charged_for_every_byte(system: str, tmp_path: Path) -> None:
-    subject = under_test(system, settings={"storage": {"keep": 9}})
+    subject = under_test(system, options={"keep": 9})
     make_folder(tmp_path, subject)
     results = attempt(train, tmp_path, subject, last=5)
     assert [result["completed"] for result in results] == [[1, 2, 3, 4, 5]] * NUM_RANKS
@@ -261,7 +259,7 @@ def watch_checksums(rank: int, folder: Path, subject: SystemUnderTest) -> Iterat
 
 @pytest.mark.parametrize(
     "subject",
-    [under_test("torch-save"), under_test("dcp"), under_test("dcp-async", settings={"dcp": {"threads": 2}})],
+    [under_test("torch-save"), under_test("dcp"), under_test("dcp-async", options={"threads": 2})],
     ids=str,
 )
 def test_checksums_that_nobody_looks_at_are_left_out_and_only_while_a_checkpoint_is_saved(

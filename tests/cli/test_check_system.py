@@ -49,6 +49,9 @@ def test_a_broken_system_ends_with_exit_code_1_and_a_line_that_says_why() -> Non
         (["no.such:System"], "no.such:System"),
         (["capricorn", "--without", "float9"], "did you mean 'float8'?"),
         (["capricorn", "--timeout", "0"], "--timeout"),
+        (["capricorn", "--set", "train.seed=1"], "system.options.KEY=VALUE"),
+        (["dcp", "--set", "system.options.threads=none"], "threads"),
+        (["capricorn", "--set", "system.options.threads=2"], "no options"),
     ],
 )
 def test_a_users_mistake_is_one_line_and_exit_code_2(

@@ -11,9 +11,10 @@ from capricorn.config.cluster import ClusterConfig
 from capricorn.config.fault_spec import KINDS, FaultSpec
 from capricorn.config.fields import validate
 from capricorn.config.presets import MODELS
-from capricorn.config.resolve import load_model, override, parse_ckpt
+from capricorn.config.resolve import load_model, parse_ckpt
 from capricorn.config.scenario import LaunchConfig, Scenario, SystemConfig, TrainConfig
 from capricorn.errors import ConfigError
+from capricorn.systems.settings import override
 
 TINY = Scenario(model=load_model("mixtral-tiny"))
 

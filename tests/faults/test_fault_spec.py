@@ -15,7 +15,6 @@ import pytest
 from capricorn.config.cluster import ClusterConfig
 from capricorn.config.fault_spec import KINDS
 from capricorn.config.fields import validate
-from capricorn.config.resolve import override
 from capricorn.config.scenario import Scenario
 from capricorn.errors import ConfigError
 from capricorn.faults import filler_file as ballast
@@ -28,6 +27,7 @@ from capricorn.faults.kill_point import Countdown
 from capricorn.faults.process_registry import ProcessName
 from capricorn.records.samples import EVENTS, EventSample, read_samples
 from capricorn.runtime.store.node_store import NodeStore
+from capricorn.systems.settings import override
 from capricorn.topology import Topology
 from tests.support.mounts import tmpfs
 from tests.support.struck import DEADLINE_S, LAYOUT, TINY, damaged, fault, in_child, make_job, save, with_faults

@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from capricorn.config.system_settings import PersistConfig
+from capricorn.config.scenario import PersistConfig
 from capricorn.errors import CapricornError
 from capricorn.runtime.persist.restore import PersistentTier
 from capricorn.runtime.persist.survey import complete_in, look_at_tier

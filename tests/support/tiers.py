@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from capricorn.config.resolve import load_model
-from capricorn.config.scenario import SystemConfig, TrainConfig
-from capricorn.config.system_settings import PersistConfig
+from capricorn.config.scenario import PersistConfig, SystemConfig, TrainConfig
 from capricorn.errors import CapricornError
 from capricorn.hooks import NO_LAYER, OpKey
 from capricorn.runtime.persist.messages import Order, Work

@@ -19,6 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
+from capricorn.systems.registry import SYSTEMS
 from capricorn.units import Seconds
 
 SVG, PDF, PNG = "svg", "pdf", "png"
@@ -32,14 +33,6 @@ PNG_DPI = 200
 LABEL_CHARS = 26
 """Of a system's name on a line."""
 
-COLOURS = {
-    "none": "#7d8590", "capricorn": "#0072b2", "blocking": "#d55e00", "gemini": "#e69f00", "gemini-staged": "#cc79a7",
-    "torchsnapshot": "#009e73", "dcp-async": "#56b4e9", "torch-save": "#882255", "lm-resiliency": "#999933",
-    "dcp": "#8073c4",
-}  # fmt: skip
-"""By system. Source: Okabe & Ito, "Color universal design" (2008); torch-save, lm-resiliency and those below by Tol,
-"Colour schemes" (2021).
-"""
 SPARE = ("#44aa99", "#aa4499", "#ddcc77", "#117733")
 """For systems that have no colour of their own."""
 
@@ -89,7 +82,8 @@ def styled() -> Iterator[None]:
 
 def colour(system: str) -> str:
     """The same for that system in every figure."""
-    return COLOURS.get(system, SPARE[zlib.crc32(system.encode()) % len(SPARE)])
+    entry = SYSTEMS.get(system)
+    return (entry.colour if entry else "") or SPARE[zlib.crc32(system.encode()) % len(SPARE)]
 
 
 def wrapped(label: str) -> str:
