@@ -12,6 +12,7 @@ import capricorn
 from capricorn.errors import CapricornError
 
 from .ablate import ablate
+from .check_system import check_system
 from .clean import clean
 from .compare import compare
 from .doctor import doctor
@@ -31,7 +32,7 @@ def app() -> None:
     """Train a mixture of experts, checkpoint it in memory at every iteration, and measure what that costs."""
 
 
-for _command in (run, compare, faults, export, ablate, list_names, inspect, doctor, clean):
+for _command in (run, compare, faults, export, ablate, list_names, inspect, check_system, doctor, clean):
     app.add_command(_command)
 
 
