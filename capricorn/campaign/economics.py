@@ -21,18 +21,6 @@ def young_interval(checkpoint_s: Seconds, mtbf_s: Seconds) -> Seconds:
     return sqrt(2 * checkpoint_s * mtbf_s)
 
 
-def daly_interval(checkpoint_s: Seconds, mtbf_s: Seconds) -> Seconds:
-    """The same to higher order, for checkpoints that are not short against the time between failures.
-
-    Source: Daly, FGCS 2006: sqrt(2 delta M) [1 + sqrt(delta / 2M) / 3 + (delta / 2M) / 9] - delta, and M from
-    delta = 2 M on.
-    """
-    if checkpoint_s >= 2 * mtbf_s:
-        return mtbf_s
-    part = checkpoint_s / (2 * mtbf_s)
-    return young_interval(checkpoint_s, mtbf_s) * (1 + sqrt(part) / 3 + part / 9) - checkpoint_s
-
-
 def expected_ettr(interval_s: Seconds, checkpoint_s: Seconds, recovery_s: Seconds, mtbf_s: Seconds) -> float:
     """The part of the time that is worth it: (1 - (tau / 2 + R) / M) / (1 + delta / tau), and 0 if that is negative.
 
@@ -89,7 +77,7 @@ class MeasuredEconomics(FrozenModel):
     num_failures: int = 0
     redone_iterations: int = 0
     redone_s: Seconds = 0.0
-    """Iterations that were done again, and the broken off part of those that were struck."""
+    """Iterations that were done again, and the broken off part of those in which a failure came."""
     recovery_s: Seconds = 0.0
     """From failures until the state was restored."""
     checkpointing_s: Seconds = 0.0
@@ -99,10 +87,6 @@ class MeasuredEconomics(FrozenModel):
     """With the interval, the blocking time and the mean recovery that were measured."""
     predicted_wasted_s: Seconds | None = None
     """By Gemini's formula, of one failure."""
-
-    @property
-    def total_wasted_s(self) -> Seconds:
-        return self.redone_s + self.recovery_s + self.checkpointing_s
 
 
 class Economics(FrozenModel):

@@ -1,4 +1,4 @@
-"""A stranger on the ports of a worker that was killed: takes each as soon as it is free and answers with garbage.
+"""Squats on the ports of a worker that was killed: takes each as soon as it is free and answers with garbage.
 
 Must import little, as it has to be there before the worker goes; ends with the launcher, whose lock it watches.
 """

@@ -1,4 +1,4 @@
-"""Which processes run the ranks: each worker writes down itself and its node's agent, for faults that strike others."""
+"""Which processes run the ranks: each worker writes down itself and its node's agent, for faults that hit others."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from capricorn.emulation.storage import Storage
 from capricorn.emulation.testbed import PACED, Ground, lay_ground
 from capricorn.errors import CapricornError
 from capricorn.faults.feasibility import check_faults
-from capricorn.faults.revert import Repairs
+from capricorn.faults.revert import Reverter
 from capricorn.launch.cpu_meter import CpuMeter
 from capricorn.launch.fork_client import Standby
 from capricorn.launch.forked_nodes import WarmNodes
@@ -158,7 +158,7 @@ class _Run:
         self, job: Job, ground: Ground, listener: RunListener, interrupts: Interrupts, standby: Standby | None
     ) -> None:
         self._job, self._ground, self._listener, self._interrupts = job, ground, listener, interrupts
-        self._standby, self._repairs = standby, Repairs(job, ground)
+        self._standby, self._reverter = standby, Reverter(job, ground)
         self._samples = Follower(job.run_dir / ITERATIONS, IterationSample)
         self._events = Follower(job.run_dir / EVENTS, EventSample)
         self._failures: list[str] = []
@@ -192,13 +192,13 @@ class _Run:
                 nodes.stop()
                 self._tell()
             finally:
-                self._repairs.close()
+                self._reverter.close()
             append(self._job.run_dir / CPU, meter.sample())
 
     def _make_nodes(self, log_dir: Path) -> Nodes:
         if self._standby is None or self._job.scenario.launch.by_torchrun:
-            return TorchrunNodes(self._job, self._ground, log_dir, self._repairs.node_replaced)
-        return WarmNodes(self._job, self._ground, log_dir, self._standby, self._repairs.node_replaced)
+            return TorchrunNodes(self._job, self._ground, log_dir, self._reverter.node_replaced)
+        return WarmNodes(self._job, self._ground, log_dir, self._standby, self._reverter.node_replaced)
 
     def _measure_links(self) -> None:
         num_nodes = self._job.scenario.cluster.nodes
@@ -221,9 +221,9 @@ class _Run:
         for event in self._events.new():
             if event.event == "failed":
                 self._failures.append(f"rank {event.rank}: {event.detail}")
-            self._repairs.on_event(event)
+            self._reverter.on_event(event)
             self._listener.on_event(event)
-        self._repairs.tick()
+        self._reverter.tick()
         self._listener.on_tick()
         return bool(samples)
 

@@ -64,7 +64,7 @@ class ReplicatingSystem(CheckpointSystem):
 
     def attach(self, job: JobContext, state: FlatState) -> None:  # type: ignore[override]
         self._job, self._state, self._timeout_s = job, state, job.config.timeout_s
-        store = NodeStore.open(job.store_dir, job.store_tap)
+        store = NodeStore.open(job.store_dir)
         self._persister, self._store = Persister(job, store, self._counters), store
         hosts, owners = self._peers(hosts_of), self._peers(owners_on)
         layouts = gather_layouts(job.control_group, Layout(state.num_bytes, job.config.block_bytes, state.digest))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -61,8 +61,6 @@ class JobContext:
     storage: StorageConfig = field(default_factory=StorageConfig)
     torchsnapshot: TorchSnapshotConfig = field(default_factory=TorchSnapshotConfig)
     dcp: DcpConfig = field(default_factory=DcpConfig)
-    store_tap: Callable[[str], None] | None = None
-    """Called right before each change of this rank's part of the memory store, with what it is."""
 
 
 class ShardState(Protocol):

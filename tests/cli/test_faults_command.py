@@ -10,9 +10,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from capricorn.cli.campaign_ground import PREFIX, remove_leftovers, small_file_system
 
 from capricorn.campaign.campaign_record import read_campaign
+from capricorn.campaign.small_file_systems import PREFIX, remove_leftovers, small_file_system
 from capricorn.errors import CapricornError
 from capricorn.units import MIB
 from tests.cli.test_cli import cli
@@ -164,7 +164,7 @@ def test_repro_prints_the_commands_and_starts_nothing(tmp_path: Path, capsys: py
 def test_a_small_file_system_is_gone_at_the_end_and_a_leftover_with_the_next(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("capricorn.cli.campaign_ground.gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr("capricorn.campaign.small_file_systems.gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     try:
         with small_file_system(MIB) as root:

@@ -8,7 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from capricorn.config.cluster import ClusterConfig
-from capricorn.config.fault_spec import KINDS, FaultSpec
+from capricorn.config.fault_kinds import KINDS
+from capricorn.config.fault_spec import FaultSpec
 from capricorn.config.fields import validate
 from capricorn.config.presets import MODELS
 from capricorn.config.resolve import load_model, override, parse_ckpt
