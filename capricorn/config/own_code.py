@@ -43,8 +43,8 @@ def load_own(name: str) -> Any:
     place, _, attribute = name.rpartition(":")
     try:
         module = _run_file(Path(place)) if place.endswith(".py") else import_module(place)
-    except Exception as error:  # whatever the module raises is its author's mistake
-        raise ConfigError(f"cannot load {name!r}: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:  # whatever the module raises is its author's mistake
+        raise ConfigError(f"cannot load {name!r}: {type(error).__name__}: {' '.join(str(error).split())}") from error
     if not hasattr(module, attribute):
         raise ConfigError(f"cannot load {name!r}: {place} has no {attribute!r}")
     return getattr(module, attribute)
