@@ -31,7 +31,7 @@ NO_COPY: Final = "no copy survived"
 
 AS_CONFIGURED: Final = "as-configured"
 OLD_TESTBEDS: Final = {"given": AS_CONFIGURED}
-"""How testbeds were called in records of version 0.1, where a case had a `ground`."""
+"""By name in older records, where a case had a `ground`: its name of today."""
 TestbedName: TypeAlias = Annotated[
     Literal["as-configured", "links", "paced"], BeforeValidator(lambda name: OLD_TESTBEDS.get(name, name))
 ]

@@ -23,7 +23,7 @@ from capricorn.units import Seconds
 VerdictName: TypeAlias = Literal["PASS", "LOST_WORK", "SILENT_DIVERGENCE", "HARD_FAIL", "NOT_TRIGGERED"]
 VERDICTS: Final[tuple[VerdictName, ...]] = get_args(VerdictName)
 OLD_VERDICTS: Final = {"NOT_STRUCK": "NOT_TRIGGERED"}
-"""How verdicts were called in records of version 0.1."""
+"""By name in older records: its name of today."""
 Verdict: TypeAlias = Annotated[VerdictName, BeforeValidator(lambda name: OLD_VERDICTS.get(name, name))]
 PERSISTENT: Final = "persistent"
 KEEPS_NOTHING: Final = "none"

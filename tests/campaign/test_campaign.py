@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections import Counter
 from collections.abc import Sequence
@@ -41,6 +42,7 @@ from capricorn.sizing.scale import scale
 from tests.support.judged import undisturbed
 from tests.support.recorded import scenario
 
+PUBLISHED = Path(__file__).parents[2] / "results" / "published"
 EMULATED = ("cluster.name=faults", "cluster.rate_bytes_per_s=400Mbit", "cluster.attention_s=0.01",
             "cluster.expert_s=0.01")  # fmt: skip
 PACED = scale(override(scenario(), EMULATED))
@@ -222,6 +224,19 @@ def test_a_record_is_read_back_as_it_was_written_and_damage_is_refused(tmp_path:
     (tmp_path / "campaign.json").write_text('{"schema_version": 99}')
     with pytest.raises(ConfigError, match="schema version 99"):
         read_campaign(tmp_path)
+
+
+def test_a_record_with_the_names_of_older_ones_is_read_as_if_it_had_those_of_today(tmp_path: Path) -> None:
+    record = record_of([judgement("NOT_TRIGGERED"), None])
+    written = record.model_dump_json().replace('"testbed"', '"ground"').replace("NOT_TRIGGERED", "NOT_STRUCK")
+    (tmp_path / "campaign.json").write_text(written.replace(AS_CONFIGURED, "given"))
+    assert read_campaign(tmp_path) == record
+
+
+@pytest.mark.parametrize("folder", sorted(PUBLISHED.glob("*-faults-*")), ids=lambda folder: folder.name)
+def test_published_campaigns_have_the_verdicts_that_were_published(folder: Path) -> None:
+    cases = json.loads((folder / "campaign.json").read_text())["cases"]
+    assert counts(read_campaign(folder).cases) == Counter(case["judgement"]["verdict"] for case in cases)
 
 
 def test_a_judged_case_takes_its_place() -> None:
