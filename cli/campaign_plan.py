@@ -32,7 +32,7 @@ OF_CASES = {"kinds": "--kinds", "count": "--count", "faults": "--fault", "repeat
 
 
 def planned(context: click.Context) -> CampaignRecord:
-    """The record of what the command line asks for.
+    """Returns the record of what the command line asks for.
 
     Raises:
         ConfigError: an option, a name or a value is wrong, or nothing of it can happen here.
@@ -60,7 +60,7 @@ def planned(context: click.Context) -> CampaignRecord:
 
 
 def scenario_words(context: click.Context) -> tuple[str, ...]:
-    """The options of the scenario as words of a command line: those that were given, and the ones that matter most."""
+    """Returns the options of the scenario as words of a command line: those on it, and the ones that matter most."""
     words: list[str] = []
     for parameter in context.command.params:
         name = parameter.name or ""
@@ -73,7 +73,7 @@ def scenario_words(context: click.Context) -> tuple[str, ...]:
 
 
 def _scenario_names() -> set[str]:
-    """Parameters that say what is trained, where and how."""
+    """Returns the parameters that say what is trained, where and how."""
     command = click.Command("scenario", callback=unresolved_options(_nothing), params=[])
     return {parameter.name or "" for parameter in getattr(command.callback, "__click_params__", [])}
 

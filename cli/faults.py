@@ -36,12 +36,12 @@ _TIME_UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 
 def _listed(context: click.Context, parameter: click.Parameter, values: Sequence[str]) -> tuple[str, ...]:
-    """The words of all values, each a list with commas."""
+    """Returns the words of all values, each a list with commas."""
     return tuple(word.strip() for value in values for word in value.split(",") if word.strip())
 
 
 def _duration(context: click.Context, parameter: click.Parameter, text: str | None) -> float | None:
-    """Seconds written as `30s`, `5min` or `1h`.
+    """Returns the seconds that `30s`, `5min` or `1h` stand for.
 
     Raises:
         ConfigError: it is no such time, or none at all.
@@ -217,18 +217,11 @@ def _show(folder: Path, record: CampaignRecord, *, as_json: bool, quiet: bool) -
     for line in case_lines(record):
         console().print(line, soft_wrap=True)
     more = f"go on with: {PROGRAM} faults --resume {shlex.quote(str(folder))}"
-    console().print(str(folder) if is_whole(record) else more, soft_wrap=True, markup=False)
-
-
-def is_whole(record: CampaignRecord) -> bool:
-    """Whether nothing of it is left to be run."""
-    if record.economics is not None:
-        return len(record.economics.rows) == len(record.variants)
-    return all(case.judgement is not None for case in record.cases)
+    console().print(str(folder) if record.is_whole else more, soft_wrap=True, markup=False)
 
 
 def campaign_json(record: CampaignRecord) -> dict[str, Any]:
-    """What --json prints."""
+    """Returns what --json prints."""
     economics = record.economics
     return {
         "campaign_id": record.campaign_id,

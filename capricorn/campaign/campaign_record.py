@@ -31,7 +31,7 @@ NO_COPY: Final = "no copy survived"
 
 AS_CONFIGURED: Final = "as-configured"
 OLD_TESTBEDS: Final = {"given": AS_CONFIGURED}
-"""By name in older records, where a case had a `ground`: its name of today."""
+"""The names of today by those in older records, where a case had a `ground`."""
 TestbedName: TypeAlias = Annotated[
     Literal["as-configured", "links", "paced"], BeforeValidator(lambda name: OLD_TESTBEDS.get(name, name))
 ]
@@ -43,9 +43,9 @@ class Case(FrozenModel):
     """One fault under one system, and what came of it."""
 
     number: int
-    """Of the fault, from 0; the same under all systems."""
+    """Number of the fault, from 0; the same under all systems."""
     system: str
-    """Its label."""
+    """Label of the system."""
     fault: FaultSpec
     repeat: int = 1
     testbed: TestbedName = Field(default=AS_CONFIGURED, validation_alias=OLD_NAME)
@@ -78,7 +78,7 @@ class Undisturbed(FrozenModel):
     reference: Reference | None
     """None if it did not come to its end."""
     difference: str = ""
-    """In what its losses or state are not those of the testbed's reference; empty if they are."""
+    """How its losses or state differ from the reference of the testbed; empty if they do not."""
 
 
 class CampaignRecord(FrozenModel):
@@ -89,7 +89,7 @@ class CampaignRecord(FrozenModel):
     started_at: str
     """UTC, ISO 8601."""
     options: tuple[str, ...]
-    """Of the scenario, as they were given."""
+    """The options of the scenario as words of the command line."""
     scenarios: dict[TestbedName, Scenario]
     """By testbed; resolved, and what all systems share."""
     variants: tuple[Variant, ...]
@@ -100,6 +100,13 @@ class CampaignRecord(FrozenModel):
     undisturbed: tuple[Undisturbed, ...] = ()
     economics: Economics | None = None
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing of it is left to be run."""
+        if self.economics is not None:
+            return len(self.economics.rows) == len(self.variants)
+        return all(case.judgement is not None for case in self.cases)
+
     def with_case(self, case: Case) -> Self:
         """Returns the record with that case in its place."""
         cases = tuple(case if old.key == case.key else old for old in self.cases)
@@ -109,12 +116,12 @@ class CampaignRecord(FrozenModel):
         return self.model_copy(update={"undisturbed": (*self.undisturbed, run)})
 
     def reference_of(self, testbed: TestbedName) -> Reference | None:
-        """What losses and state are without a failure; None if no run has shown it yet."""
+        """Returns the losses and state without a fault; None if no run has shown them yet."""
         runs = (run.reference for run in self.undisturbed if run.testbed == testbed)
         return next((reference for reference in runs if reference is not None), None)
 
     def scenario_of(self, case: Case) -> Scenario:
-        """What the case runs; what is mounted for it is still to be set."""
+        """Returns what the case runs; what is mounted for it is still to be set."""
         return scenario_of(self.scenarios, self.variant(case.system), case)
 
     def undisturbed_scenario(self, testbed: TestbedName, system: str) -> Scenario:
@@ -126,7 +133,7 @@ class CampaignRecord(FrozenModel):
 
 
 def scenario_of(scenarios: Mapping[TestbedName, Scenario], variant: Variant, case: Case) -> Scenario:
-    """The scenario of a case, with its fault and its persistent tier."""
+    """Returns the scenario of a case, with its fault and its persistent tier."""
     scenario = variant.of(scenarios[case.testbed])
     settings = [f"persist.every={case.persist_every}"]
     if case.mount and variant.system in FILE_SYSTEMS:
@@ -135,7 +142,7 @@ def scenario_of(scenarios: Mapping[TestbedName, Scenario], variant: Variant, cas
 
 
 def read_campaign(folder: Path) -> CampaignRecord:
-    """The record of a campaign's folder.
+    """Returns the record in the folder of a campaign.
 
     Raises:
         ConfigError: there is none, it is damaged, or it has another schema version.
@@ -157,7 +164,7 @@ def write_campaign(folder: Path, record: CampaignRecord) -> None:
 
 
 def counts(cases: Iterable[Case]) -> dict[str, int]:
-    """By verdict how many cases have come to it."""
+    """Returns how many cases have come to each verdict."""
     totals: dict[str, int] = {}
     for case in cases:
         if case.judgement is not None:
@@ -166,7 +173,7 @@ def counts(cases: Iterable[Case]) -> dict[str, int]:
 
 
 def must_pass(case: Case) -> bool:
-    """Whether the case counts: Capricorn, of which a copy survived, or which has gone on with something else."""
+    """Returns whether a case counts: Capricorn, of which a copy survived, or which went on with something else."""
     judgement = case.judgement
     if judgement is None or case.system.partition(":")[0] != CAPRICORN:
         return False
@@ -174,7 +181,7 @@ def must_pass(case: Case) -> bool:
 
 
 def succeeded(record: CampaignRecord) -> bool:
-    """Whether Capricorn passed wherever it counts, and trained as it should without a failure."""
+    """Returns whether Capricorn passed wherever it counts, and trained as it should without a fault."""
     missed = [case for case in record.cases if must_pass(case) and case.judgement and case.judgement.verdict != "PASS"]
     wrong = [run for run in record.undisturbed if run.system.partition(":")[0] == CAPRICORN and run.difference]
     return not missed and not wrong
@@ -184,7 +191,7 @@ def succeeded(record: CampaignRecord) -> bool:
 
 
 def verdict_words(verdict: str, judgements: Sequence[Judgement]) -> str:
-    """`3 PASS`, `1 LOST_WORK(4)`, `2 HARD_FAIL (no copy survived)`."""
+    """Returns `3 PASS`, `1 LOST_WORK(4)` or `2 HARD_FAIL (no copy survived)`."""
     text = f"{len(judgements)} {verdict}"
     if verdict == "LOST_WORK":
         return f"{text}({max(each.lost_iterations for each in judgements)})"
@@ -198,7 +205,7 @@ def remark_of(case: Case) -> str:
 
 
 def outcome_line(case: Case) -> str:
-    """`capricorn kill@rank=1,iteration=3: PASS, lost 1, recovery 1.4 s: back to 2 from local (ranks 0 1)`."""
+    """Returns `capricorn kill@rank=1,iteration=3: PASS, lost 1, recovery 1.4 s: back to 2 from local (ranks 0 1)`."""
     judgement = case.judgement
     if judgement is None:
         return f"{case.system} {case.fault}: not run yet"

@@ -32,7 +32,7 @@ from capricorn.sizing.memory import FILE_SYSTEMS
 from capricorn.units import Seconds
 
 WHERE = {AS_CONFIGURED: "", "links": " over links", "paced": ", paced"}
-"""By testbed, how it is told."""
+"""What is printed of each testbed."""
 PATIENCE_S, PATIENCE = 60.0, 10.0
 """A run hangs once it takes longer than this, plus so many times what an undisturbed one took."""
 
@@ -91,7 +91,7 @@ class CampaignRunner:
         self._place.say(f"{what}: {run.difference or 'ok'}", is_news=bool(run.difference))
 
     def _shown(self, testbed: TestbedName, scenario: Scenario, outcome: RunOutcome) -> dict[str, Any]:
-        """What that run showed, and in what it differs from the one that is known."""
+        """Returns what the run showed, and how it differs from the reference that is known."""
         try:
             reference = reference_of(outcome, scenario)
         except CapricornError as error:
@@ -116,7 +116,7 @@ class CampaignRunner:
         self._place.say(f"{self._place_of(case)}: {outcome_line(judged)}", is_news=bool(remark_of(judged)))
 
     def _placed(self, case: Case, scenario: Scenario) -> Scenario:
-        """The scenario with what it stores where it has to be: on a small file system, or apart from other cases."""
+        """Returns the scenario with its stores in their place: on a small file system, or apart from other cases."""
         if case.mount == "store" or (case.mount and scenario.system.name in FILE_SYSTEMS):
             return override(scenario, [f"store.root={self._small_file_system()}"])
         parent = self._small_file_system() if case.mount else Path(scenario.persist.dir)
@@ -127,7 +127,7 @@ class CampaignRunner:
         return override(scenario, [f"persist.dir={folder}"])
 
     def _small_file_system(self) -> Path:
-        """One for all cases, empty."""
+        """Returns the small file system of all cases, emptied."""
         if self._small is None:
             scenarios = (self.record.undisturbed_scenario(AS_CONFIGURED, each.label) for each in self.record.variants)
             self._small = self._place.enter(small_file_system(max(map(needed_bytes, scenarios))))

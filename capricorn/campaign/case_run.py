@@ -30,11 +30,11 @@ from capricorn.units import Seconds
 
 T = TypeVar("T")
 Say: TypeAlias = Callable[[str, bool], None]
-"""Prints a line on what is over; and whether that is remarkable."""
+"""Prints a line on what is over; the second argument says whether that is remarkable."""
 
 
 class Workplace:
-    """Where the runs of a campaign are made, and what is shown of them."""
+    """Makes the runs of a campaign and shows them; at the end closes what they shared."""
 
     def __init__(self, out: Path, watch: Watch, say: Say) -> None:
         self._out, self._watch, self._say = out, watch, say

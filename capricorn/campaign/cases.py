@@ -33,7 +33,7 @@ class Asked(NamedTuple):
     num_drawn: int
     repeats: int
     refused: Mapping[str, str]
-    """By kind: why this machine cannot have it."""
+    """Why this machine cannot have a kind, for those it cannot."""
 
     @property
     def seed(self) -> int:
@@ -41,7 +41,7 @@ class Asked(NamedTuple):
 
 
 def plan_cases(asked: Asked) -> tuple[list[Case], list[NotRun]]:
-    """The cases in their order, system after system for each failure, and what cannot happen.
+    """Returns the cases in their order, system after system for each fault, and what cannot happen.
 
     Raises:
         ConfigError: an explicit failure does not fit the scenario, or nothing can happen to any of the systems.
@@ -78,7 +78,7 @@ def _drawn(asked: Asked) -> Iterator[tuple[int, FaultSpec]]:
 
 
 def _why_never(asked: Asked, variant: Variant, kind: str) -> str:
-    """Why no failure of that kind can happen to the system; empty if one can."""
+    """Returns why no fault of that kind can happen to the system; nothing if one can."""
     reasons = [_why_not(asked, variant, _case(asked, 0, fault, variant)) for fault in _all_places(kind)]
     return reasons[0] if all(reasons) else ""
 
@@ -109,7 +109,7 @@ def _case(asked: Asked, number: int, fault: FaultSpec, variant: Variant) -> Case
 
 
 def _testbed(asked: Asked, fault: FaultSpec, variant: Variant) -> TestbedName:
-    """A cluster that was asked for has links and a pace of its own."""
+    """Returns where the case runs; a cluster that was asked for has links and a pace of its own."""
     if asked.scenarios[AS_CONFIGURED].cluster.is_emulated:
         return AS_CONFIGURED
     if "links" in kind_of(fault.kind).needs:
@@ -127,7 +127,7 @@ def _persist_every(asked: Asked, number: int, fault: FaultSpec, variant: Variant
 
 
 def repro(options: Sequence[str], case: Case) -> str:
-    """The command that repeats the case and nothing else."""
+    """Returns the command that repeats the case and nothing else."""
     words = [PROGRAM, "faults", *options, "--systems", case.system, "--fault", str(case.fault)]
     if case.persist_every and "--persist-every" not in options:
         words += ["--persist-every", str(case.persist_every)]

@@ -72,7 +72,7 @@ class EconomicsRunner:
         self._place.say(f"an iteration takes {format_seconds(iteration_s)}; {len(faults)} failures")
 
     def _iteration_s(self) -> Seconds:
-        """What an iteration takes now without checkpoints and failures."""
+        """Returns how long an iteration takes now without checkpoints and failures."""
         scenario = override(self._short(self._scenario), ["system.name=none"])
         outcome = self._run(scenario, "without checkpoints and failures")
         if outcome.failure:
@@ -104,12 +104,12 @@ class EconomicsRunner:
 
     @property
     def _planned_s(self) -> Seconds:
-        """Of an iteration, as the schedule takes it to be."""
+        """Returns how long an iteration takes according to the schedule."""
         assert self._economics.iteration_s is not None
         return self._economics.iteration_s
 
     def _plan(self, variant: Variant, scenario: Scenario) -> MeasuredEconomics:
-        """What a checkpoint of it costs, and how often it makes one: files as Young says, unless it is told."""
+        """Returns what a checkpoint costs and how often one is made: files as Young says, unless configured."""
         outcome = self._run(override(self._short(scenario), [f"{EVERY}=1"]), f"{variant.label}, a short run")
         checkpoint_s = mean_stall_s(outcome.samples)
         is_told = any(each.startswith(f"{EVERY}=") for each in variant.assignments)

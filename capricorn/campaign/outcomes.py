@@ -28,8 +28,7 @@ class RunOutcome:
     failure: str = ""
     """What ended it early, in one sentence."""
     persisted: tuple[int, ...] | None = None
-    """Checkpoints that were complete on the persistent tier when the fault was injected, ascending; None if that is not
-    known."""
+    """Checkpoints complete on the persistent tier when the fault was injected, ascending; None if not known."""
 
 
 def mean_iteration_s(samples: Sequence[IterationSample], warmup: int) -> Seconds:

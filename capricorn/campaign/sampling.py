@@ -14,7 +14,7 @@ from capricorn.hooks import MOMENTS
 from capricorn.units import Seconds
 
 MAX_CALL = 12
-"""Of the store: about as many as an iteration of a small model makes."""
+"""Changes of the store: about as many as an iteration of a small model makes."""
 LATE = 8
 """Tenths of the iterations after which the persistent tier is hit, so that there is something on it."""
 FIRST, MARGIN = 2, 2
@@ -55,7 +55,7 @@ def draws_persistent_tier(seed: int, number: int) -> bool:
 def schedule(
     scenario: Scenario, mtbf_s: Seconds, iteration_s: Seconds, node_loss_frac: float, seed: int
 ) -> tuple[FaultSpec, ...]:
-    """Failures of random workers, and some of whole nodes, with exponential times between them.
+    """Returns failures of random workers, and some of whole nodes, with exponential times between them.
 
     Time is that of training without checkpoints and without failures, in which iteration i ends at i x `iteration_s`:
     so faults come to all systems at the same places, however long they take to come there.
@@ -90,7 +90,7 @@ def _draw_target(target: str, scenario: Scenario, rng: Random) -> int:
 
 
 def _draw_moment(scenario: Scenario, rng: Random) -> str:
-    """One between ops as often as one of an op."""
+    """Returns a moment: one between ops as often as one of an op."""
     if rng.random() < 0.5:
         return rng.choice(MOMENTS)
     return f"{rng.choice(ops_of(scenario.model))}.{rng.choice(('begin', 'end'))}"

@@ -23,7 +23,7 @@ PACES: Final[Mapping[TestbedName, tuple[str, ...]]] = MappingProxyType({
     "links": ("cluster.attention_s=0.002", "cluster.expert_s=0.002"),
     "paced": ("cluster.attention_s=0.05", "cluster.expert_s=0.1"),
 })  # fmt: skip
-"""By testbed how fast its cluster computes: so slowly, on the second, that something is on disk in time."""
+"""How fast the cluster of a testbed computes: so slowly, on the second, that something is persisted in time."""
 
 
 def testbeds_of(kinds: Iterable[str]) -> set[TestbedName]:

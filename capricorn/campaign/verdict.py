@@ -23,40 +23,40 @@ from capricorn.units import Seconds
 VerdictName: TypeAlias = Literal["PASS", "LOST_WORK", "SILENT_DIVERGENCE", "HARD_FAIL", "NOT_TRIGGERED"]
 VERDICTS: Final[tuple[VerdictName, ...]] = get_args(VerdictName)
 OLD_VERDICTS: Final = {"NOT_STRUCK": "NOT_TRIGGERED"}
-"""By name in older records: its name of today."""
+"""The names of today by those in older records."""
 Verdict: TypeAlias = Annotated[VerdictName, BeforeValidator(lambda name: OLD_VERDICTS.get(name, name))]
 PERSISTENT: Final = "persistent"
 KEEPS_NOTHING: Final = "none"
 
 
 class Reference(FrozenModel):
-    """What a run is without a failure."""
+    """What a run shows without a fault."""
 
     run_id: str
     losses: tuple[tuple[str, ...], ...]
-    """By rank and iteration, from the first; as hexadecimal floats, which are exact."""
+    """Losses by rank and iteration, from the first; as hexadecimal floats, which are exact."""
     digests: tuple[str, ...]
-    """Of the state after the last iteration, by rank."""
+    """Digests of the state after the last iteration, by rank."""
     wall_s: Seconds
     """From start to end, processes and all."""
 
 
 class Judgement(FrozenModel):
-    """What came of one failure."""
+    """What came of one fault."""
 
     verdict: Verdict
     survives: bool
-    """Whether a complete copy of some checkpoint outlived the failure."""
+    """Whether a complete copy of some checkpoint outlived the fault."""
     detail: str
     """What happened, in words."""
     lost_iterations: int = 0
-    """That had finished and were done again, of all recoveries together."""
+    """Iterations that had finished and were done again, of all recoveries together."""
     allowed_iterations: int = 0
     """How many a recovery may lose with the tier it came from."""
     recovery_s: Seconds | None = None
     """All phases of all recoveries; None if there was none."""
     phases_s: dict[str, Seconds] = Field(default_factory=dict)
-    """By phase, of all recoveries together."""
+    """Duration of each phase, of all recoveries together."""
     tier: str = ""
     """Where the state came from; `start` is the initial state."""
     run_id: str = ""
@@ -65,7 +65,7 @@ class Judgement(FrozenModel):
 
 
 def reference_of(outcome: RunOutcome, scenario: Scenario) -> Reference:
-    """What the undisturbed run showed.
+    """Returns what the undisturbed run showed.
 
     Raises:
         CapricornError: it did not come to its end, or some rank left no record.
@@ -87,7 +87,7 @@ def reference_of(outcome: RunOutcome, scenario: Scenario) -> Reference:
 
 
 def difference(ours: Reference, theirs: Reference) -> str:
-    """The first loss or state in which two undisturbed runs differ, in words; empty if they are equal."""
+    """Returns in words the first loss or state in which two undisturbed runs differ; nothing if they are equal."""
     for rank, (mine, other) in enumerate(zip(ours.losses, theirs.losses, strict=True)):
         for iteration, (loss, expected) in enumerate(zip(mine, other, strict=True), 1):
             if loss != expected:
@@ -121,7 +121,7 @@ def judge(fault: FaultSpec, scenario: Scenario, outcome: RunOutcome, reference: 
 def _verdict(
     scenario: Scenario, outcome: RunOutcome, reference: Reference, allowed: Sequence[int]
 ) -> tuple[VerdictName, str]:
-    """The verdict, and the reason for any but PASS."""
+    """Returns the verdict, and the reason for any but PASS."""
     if outcome.failure:
         return "HARD_FAIL", outcome.failure
     if divergence := _divergence(outcome, reference):
@@ -138,7 +138,7 @@ def _verdict(
 
 
 def _divergence(outcome: RunOutcome, reference: Reference) -> str:
-    """The first loss or state that is not the reference's, in words; empty if all are."""
+    """Returns in words the first loss or state that is not the reference's; nothing if all are."""
     expected = {
         (rank, iteration): loss
         for rank, losses in enumerate(reference.losses)
@@ -160,7 +160,7 @@ def _divergence(outcome: RunOutcome, reference: Reference) -> str:
 
 
 def _digests(outcome: RunOutcome) -> dict[int, str]:
-    """By rank: of the last state, as its newest start told it."""
+    """Returns by rank the digest of the last state, as its newest start told it."""
     finished = sorted((e for e in outcome.events if e.event == "finished"), key=lambda event: event.attempt)
     return {event.rank: event.state_digest for event in finished}
 
@@ -177,7 +177,7 @@ def _decimal(loss: str) -> str:
 
 
 def allowed_iterations(scenario: Scenario, recovery: RecoverySample, persisted: Sequence[int] = ()) -> int:
-    """How many finished iterations that recovery may do again; `persisted` is what the persistent tier could give.
+    """Returns how many iterations a recovery may do again; `persisted` is what the persistent tier could give.
 
     One checkpoint at a time is on its way, and is complete when the next is made (`max_lost` 2: the one after it):
     so of checkpoints every N iterations the newest complete one is at most 2 N - 1 behind. The same holds for the
@@ -201,18 +201,18 @@ def _usable(fault: FaultSpec, outcome: RunOutcome) -> tuple[int, ...]:
 
 
 def first_iteration(scenario: Scenario) -> int:
-    """The first one that a system would checkpoint: some watch the training before."""
+    """Returns the first iteration that a system would checkpoint: some watch the training before."""
     watches = scenario.system.name in ("gemini", "gemini-staged")
     return scenario.gemini.profile_iterations + 1 if watches else 1
 
 
 def tiers_of(recovery: RecoverySample) -> set[str]:
-    """Where the state of a recovery came from."""
+    """Returns the tiers that the state of a recovery came from."""
     return set(recovery.sources) or {"start"}
 
 
 def _history(outcome: RunOutcome) -> Iterator[str]:
-    """What was restored from where, and what was skipped, in words."""
+    """Yields in words what was restored from where, and what was skipped."""
     skipped = {event.attempt: event.detail for event in outcome.events if event.event == "resumed" and event.detail}
     for recovery in _completed(outcome):
         if not recovery.sources:
@@ -224,13 +224,13 @@ def _history(outcome: RunOutcome) -> Iterator[str]:
 
 
 def _completed(outcome: RunOutcome) -> list[RecoverySample]:
-    """The recoveries after which training went on, or some state had been restored."""
+    """Returns the recoveries after which training went on, or some state had been restored."""
     trained = {sample.attempt for sample in outcome.samples}
     return [recovery for recovery in outcome.recoveries if recovery.sources or recovery.attempt in trained]
 
 
 def _by_tier(sources: Sequence[str]) -> str:
-    """`local (rank 0), peer (rank 1)`."""
+    """Returns `local (rank 0), peer (rank 1)`."""
     ranks: dict[str, list[str]] = {}
     for rank, tier in enumerate(sources):
         ranks.setdefault(tier, []).append(str(rank))
@@ -245,7 +245,7 @@ def _ranks(ranks: Sequence[str]) -> str:
 
 
 def survives(fault: FaultSpec, scenario: Scenario, persisted: Sequence[int] | None = None) -> bool:
-    """Whether a complete copy of some checkpoint outlives the failure.
+    """Returns whether a complete copy of some checkpoint outlives the fault.
 
     `persisted` are those complete on the persistent tier when it comes; None takes them to be written in time.
     """

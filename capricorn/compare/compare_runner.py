@@ -47,7 +47,7 @@ class CompareRunner:
     """Carries out the comparisons of one record; the runs lie beside its folder."""
 
     def __init__(self, folder: Path, record: CompareRecord, watch: Watch, say: Callable[[str], None]) -> None:
-        """`say` gets a line for each run that failed."""
+        """Makes ready; `say` gets a line for each run that failed."""
         self._folder, self._record, self._watch, self._say = folder, record, watch, say
         planned = record.comparisons
         self._left = [_Turn(at, run) for at, each in enumerate(planned) for run in missing_runs(folder, each)]
@@ -70,7 +70,7 @@ class CompareRunner:
                 self._left.remove(turn)
 
     def _succeeds(self, act: Callable[[_Turn], None], turn: _Turn, concerned: Sequence[_Turn]) -> bool:
-        """Whether that goes well; else the turns it concerns have failed and are over."""
+        """Acts on a turn; returns False if that fails, and then all turns it concerns are over."""
         self._began_s = time.monotonic()
         try:
             act(turn)
@@ -88,7 +88,7 @@ class CompareRunner:
         write_compare(self._folder, self._record)
 
     def _tune(self, turn: _Turn) -> None:
-        """Before the first run of a variant whose settings are tried out on the scenario itself."""
+        """Tunes a variant before its first run, if its settings are tried out on the scenario itself."""
         from capricorn.launch.tuning import needs_tuning, tune
 
         at, run = turn
@@ -135,7 +135,7 @@ class CompareRunner:
         return f"run {number} of {self._num_turns}{where}: {turn.run.variant}, repeat {turn.run.repeat}{left}"
 
     def _left_s(self) -> Seconds | None:
-        """What the runs of a variant took so far, or else all runs, for each that is left; None before the first."""
+        """Returns how long the rest takes at the mean of the runs so far, of each variant if it had one; None before any."""
         all_s = [took_s for each in self._took_s.values() for took_s in each]
         if not all_s:
             return None
@@ -145,7 +145,7 @@ class CompareRunner:
 
 
 def _rounded(seconds: Seconds) -> str:
-    """No finer than such an estimate is."""
+    """Returns the time in words, no finer than such an estimate is."""
     if seconds < 60:
         return f"{10 * max(1, ceil(seconds / 10))} s"
     minutes = round(seconds / 60)

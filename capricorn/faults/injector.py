@@ -86,7 +86,7 @@ class FaultInjector(TrainerHook):
             inject(each, self._context)
 
     def _claim(self, index: int) -> bool:
-        """Whether nobody has claimed that fault before."""
+        """Claims the fault for this run; returns False if it was claimed before."""
         folder = self._job.run_dir / FAULTS
         folder.mkdir(exist_ok=True)
         try:

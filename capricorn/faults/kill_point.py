@@ -47,14 +47,14 @@ class KillPoint:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _is_ours(self, event: str, arguments: tuple[Any, ...]) -> bool:
-        """Whether the event is a change of a file below our folders."""
+        """Returns whether the event is a change of a file below our folders."""
         if event not in CHANGES or (event == "open" and not arguments[2] & _WRITING):
             return False
         return any(path.startswith(folder) for path in _paths(event, arguments) for folder in self._folders)
 
 
 def _paths(event: str, arguments: tuple[Any, ...]) -> Iterator[str]:
-    """Yields what a change of files changes, as absolute paths."""
+    """Yields the absolute paths that an event of files is about to change."""
     for at, folder_at in CHANGES[event]:
         if isinstance(arguments[at], int):
             continue  # an open file, of whose opening we have heard

@@ -91,7 +91,7 @@ def _go_on(fault: FaultSpec, context: RevertContext) -> None:
 def _mend_link(
     fault: FaultSpec, context: RevertContext, *, act: Callable[[Link], None], script: Callable[..., str]
 ) -> None:
-    """By `act` where links are paced, else by what `script` says to tc."""
+    """Mends a link: by `act` where links are paced, else by what `script` says to tc."""
     cluster = context.job.scenario.cluster
     assert fault.node is not None
     if cluster.links == PACED:
