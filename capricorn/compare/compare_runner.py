@@ -135,7 +135,7 @@ class CompareRunner:
         return f"run {number} of {self._num_turns}{where}: {turn.run.variant}, repeat {turn.run.repeat}{left}"
 
     def _left_s(self) -> Seconds | None:
-        """Returns how long the rest takes at the mean of the runs so far, of each variant if it had one; None before any."""
+        """Returns how long the rest takes at the mean of the runs so far; None before the first."""
         all_s = [took_s for each in self._took_s.values() for took_s in each]
         if not all_s:
             return None
