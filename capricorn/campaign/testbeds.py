@@ -26,7 +26,7 @@ PACES: Final[Mapping[TestbedName, tuple[str, ...]]] = MappingProxyType({
 """How fast the cluster of a testbed computes: so slowly, on the second, that something is persisted in time."""
 
 
-def testbeds_of(kinds: Iterable[str]) -> set[TestbedName]:
+def needed_testbeds(kinds: Iterable[str]) -> set[TestbedName]:
     """Returns what these kinds of faults may need beside what is configured."""
     found = [kind_of(name) for name in kinds]
     needed: dict[TestbedName, bool] = {
@@ -45,11 +45,11 @@ def make_testbeds(
     """
     scenarios: dict[TestbedName, Scenario] = {AS_CONFIGURED: scenario}
     refused = _refused_here(scenario, kinds)
-    for testbed in sorted(testbeds_of(kinds)) if not scenario.cluster.is_emulated else ():
+    for testbed in sorted(needed_testbeds(kinds)) if not scenario.cluster.is_emulated else ():
         try:
             scenarios[testbed] = scale(override(scenario, (*EMULATED, *PACES[testbed], *settings)))
         except ConfigError as error:
-            refused |= {kind: str(error) for kind in kinds if testbed in testbeds_of([kind])}
+            refused |= {kind: str(error) for kind in kinds if testbed in needed_testbeds([kind])}
     return scenarios, refused
 
 

@@ -27,7 +27,7 @@ class FaultContext:
 
     job: Job
     rank: int
-    routes: LossyRoutes = field(default_factory=LossyRoutes)
+    lossy_routes: LossyRoutes = field(default_factory=LossyRoutes)
     kill_point: KillPoint = field(default_factory=KillPoint)
 
 

@@ -159,7 +159,7 @@ def _own_link(context: FaultContext) -> Link:
 
 def _damage(fault: FaultSpec, context: FaultContext) -> None:
     if fault.where == "wire":
-        context.routes.damage_next(fault)
+        context.lossy_routes.damage_next(fault)
         return
     if fault.where != DISK:
         damage_copies(fault, context.job, context.rank)

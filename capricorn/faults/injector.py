@@ -38,7 +38,7 @@ class FaultInjector(TrainerHook):
             return routes
         topology = self._job.scenario.topology
         own = topology.node_of(self._rank)
-        return self._context.routes.routes(
+        return self._context.lossy_routes.routes(
             routes, [r for r in range(topology.world_size) if topology.node_of(r) != own]
         )
 
