@@ -34,11 +34,11 @@ Loss: TypeAlias = Literal["", "copy", "group"]
 """What a fault takes of a rank's copies in memory: nothing, one of them, or all."""
 Need: TypeAlias = Literal[
     "memory copies", "replicas", "persistent tier", "stored state", "memory files", "one machine", "links", "an end",
-    "memory cgroup",
+    "storage clocks", "memory cgroup",
 ]  # fmt: skip
 """What a run or this machine has to have: copies in the memory store, remote ones, files on the persistent tier,
 anything whose change a kill can tear, anything in memory, no other machines, links of the nodes, a time after which
-the fault is over, and a memory cgroup that can be made."""
+the fault is over, clocks of a modelled storage (which the launcher makes), and a memory cgroup that can be made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +122,8 @@ KINDS: Final[Mapping[str, FaultKind]] = MappingProxyType({
         lasts=(0.0, 1.0), fills="disk", hits_persistent_tier=True, outlives_run=True,
     ),
     "disk-slow": FaultKind(
-        "the persistent tier takes a hundredth", needs=("persistent tier",), seconds=2.0, lasts=(1.0, 2.0),
-        hits_persistent_tier=True,
+        "the persistent tier takes a hundredth", needs=("persistent tier", "storage clocks"), seconds=2.0,
+        lasts=(1.0, 2.0), hits_persistent_tier=True,
     ),
     "port-taken": FaultKind("a worker is killed and a port squatter listens on its ports", "rank", outlives_run=True),
     "clock-jump": FaultKind("a worker's wall clock jumps ahead", "rank", seconds=3600.0, lasts=(60.0, 3600.0, 1e8)),

@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
+from capricorn.config.fault_kinds import kind_of
 from capricorn.config.scenario import Scenario
 from capricorn.emulation.measure import measure_links
 from capricorn.emulation.route import Links
@@ -128,7 +129,7 @@ def _make_job(scenario: Scenario, run_id: str, run_dir: Path, store_dir: Path, t
         links_dir = store_dir / "links"
         Links.create(links_dir, cluster.nodes, cluster.rate).close()
     rate = emulation.storage_node_bytes_per_s if emulation is not None else None
-    if rate is None and any(fault.kind == "disk-slow" for fault in scenario.faults):
+    if rate is None and any("storage clocks" in kind_of(fault.kind).needs for fault in scenario.faults):
         rate = STORAGE_BYTES_PER_S
     if rate is not None:
         storage_dir = store_dir / "storage"
