@@ -1,6 +1,6 @@
 """Writes files: each rank puts the raw bytes of its tensors into one file, while training waits.
 
-    capricorn-bench run --model mixtral-tiny --system examples/own_files.py:RawFiles
+capricorn-bench run --model mixtral-tiny --system examples/own_files.py:RawFiles
 """
 
 from pathlib import Path
