@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-import rich_click as click
-
 from capricorn.config.scenario import Scenario
 
-from .options import json_option, scenario_options, system_option
+from .options import command, json_option, scenario_options, system_option
 from .output import console, print_json
 
 
-@click.command()
+@command("doctor", "doctor --system gemini --model mixtral-8x7b --cluster p4d --nodes 4")
 @system_option
 @scenario_options
 @json_option

@@ -12,15 +12,18 @@ from capricorn.errors import ConfigError
 from capricorn.records.samples import RECOVERIES, RUN, RecoverySample, RunRecord, read_run, read_samples
 from capricorn.sizing.memory import needs_of
 
-from .options import output_options, refuse_shared_tier, scenario_options, system_option
+from .options import command, output_options, refuse_shared_tier, scenario_options, system_option
 from .output import console, print_json
 
 
-@click.command()
+@command(
+    "run --system capricorn --iterations 50",
+    "run --model mixtral-8x7b --cluster dgx-a100 --nodes 4",
+)
 @system_option
 @scenario_options
 @output_options
-@click.option("--dry-run", is_flag=True, help="print needs, checks and the resolved config, and start nothing")
+@click.option("--dry-run", is_flag=True, help="Print needs, checks and resolved settings, and start nothing")
 def run(scenario: Scenario, repeats: int, out: Path, as_json: bool, quiet: bool, verbose: bool, dry_run: bool) -> int:
     """Train one model under one system and record what happens in results/<run-id>/."""
     from capricorn.launch.preflight import require

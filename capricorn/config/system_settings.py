@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
-from capricorn.config.fields import ByteCount, FrozenModel, check
+from capricorn.config.fields import ByteCount, FrozenModel, Option, check
 from capricorn.units import KIB, MIB
 
 AUTO: Final = "auto"
@@ -50,10 +50,16 @@ class StorageConfig(FrozenModel):
 class PersistConfig(FrozenModel):
     """The slow tier of the systems that replicate: which of their checkpoints go to disk, and where."""
 
-    every: int = Field(default=0, ge=0, description="iterations between two checkpoints on disk; 0 is off")
-    dir: str = Field(default="", description="a folder that all nodes reach; empty: that of the run")
-    keep: int = Field(default=2, ge=2, description="complete checkpoints that are kept on disk")
-    timeout_s: float = Field(default=60.0, gt=0, description="deadline of a wait for the writers of other ranks")
+    every: Annotated[int, Option("--persist-every", "Checkpoints", "N")] = Field(
+        default=0, ge=0, description="Keep every N-th iteration on disk, too; 0 keeps none"
+    )
+    dir: Annotated[str, Option("--persist-dir", "Checkpoints", "PATH")] = Field(
+        default="",
+        description="Keep them in this folder, which all nodes reach, and resume from what it holds (default: "
+        "persistent/ of the run)",
+    )
+    keep: int = Field(default=2, ge=2, description="Complete checkpoints that are kept on disk")
+    timeout_s: float = Field(default=60.0, gt=0, description="Seconds to wait at most for the writers of other ranks")
 
 
 class TorchSnapshotConfig(FrozenModel):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from capricorn.cli.experiment import experiment_of
-from capricorn.cli.main import app
+from capricorn.cli.main import load_command
 
 from capricorn.compare.compare_record import PlannedComparison
 from tests.cli.test_cli import cli
@@ -21,7 +21,7 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> Systems:
 
 def experiment(*arguments: str | Path) -> list[PlannedComparison]:
     """What the command would carry out."""
-    asked = app.commands["compare"].make_context("compare", [str(each) for each in arguments])
+    asked = load_command("compare").make_context("compare", [str(each) for each in arguments])
     with asked:
         return experiment_of(asked, asked.params["file"]).comparisons
 
