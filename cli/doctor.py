@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+import rich_click as click
+
 from capricorn.config.scenario import Scenario
 
+from .experiment import given
 from .options import command, json_option, scenario_options, system_option
 from .output import console, print_json
 
@@ -15,12 +18,19 @@ from .output import console, print_json
 @scenario_options
 @json_option
 def doctor(scenario: Scenario, as_json: bool) -> int:
-    """Check devices, memory, tmpfs, limits and systems against what a scenario needs."""
-    from capricorn.launch.preflight import checks
+    """Check whether this machine can do what is asked for: its system, cluster, nodes, device, folders and failures.
+
+    Without any option it also says which systems are installed, and what privileges there are.
+    """
+    from capricorn.launch.preflight import checks, other_checks
     from capricorn.report.terminal.tables import checks_table, plan_table
     from capricorn.sizing.memory import needs_of
 
     found = checks(scenario)
+    context = click.get_current_context()
+    assert context is not None
+    if not given(context) - {"as_json"}:
+        found += other_checks(scenario)
     if scenario.emulation is not None:
         from capricorn.launch.emulation_preflight import rehearse
 

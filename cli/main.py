@@ -30,14 +30,10 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
 
 
 class Suite(click.RichGroup):
-    """The commands, each imported only when it is called: the list of them is to be there at once."""
+    """The commands in the order of `COMMANDS`, each imported only when it is called: their list is there at once."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Returns what is known of a command without importing it."""
-        return click.RichCommand(name=cmd_name, help=COMMANDS[cmd_name][1]) if cmd_name in COMMANDS else None
+        return list(self.commands)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -57,6 +53,10 @@ def load_command(name: str) -> click.Command:
 @click.version_option(capricorn.__version__, prog_name=PROGRAM)
 def app() -> None:
     """Train a mixture of experts, checkpoint it in memory at every iteration, and measure what that costs."""
+
+
+for _name, (_, _help) in COMMANDS.items():
+    app.add_command(click.RichCommand(name=_name, help=_help))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

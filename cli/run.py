@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 
 import rich_click as click
 
+from capricorn.config.cluster import FAILURE_DOMAINS
 from capricorn.config.scenario import Scenario
 from capricorn.errors import ConfigError
 from capricorn.records.samples import RECOVERIES, RUN, RecoverySample, RunRecord, read_run, read_samples
-from capricorn.sizing.memory import needs_of
+from capricorn.sizing.memory import FILE_SYSTEMS, REPLICATING_SYSTEMS, needs_of
 
 from .options import command, output_options, refuse_shared_tier, scenario_options, system_option
 from .output import console, print_json
+
+ONLY_OF: Mapping[str, Set[str]] = {
+    "planner": {"capricorn", "lm-resiliency"},
+    "gemini": {"gemini", "gemini-staged"},
+    "storage": FILE_SYSTEMS,
+    "persist": REPLICATING_SYSTEMS,
+    "torchsnapshot": {"torchsnapshot"},
+    "dcp": {"dcp", "dcp-async"},
+}
+"""By section: the systems that it means something for, where it does not for all."""
 
 
 @command(
@@ -107,19 +119,29 @@ def _show_needs(scenario: Scenario) -> None:
     console().print(plan_table(scenario, needs_of(scenario, cuda=False)))
 
 
+def _told(scenario: Scenario) -> Iterator[tuple[str, str]]:
+    """Yields the sections that mean something for this run, with their settings; a scale model is shown as a table."""
+    for section, fields in scenario.model_dump(mode="json", exclude={"emulation", "faults"}).items():
+        if scenario.system.name in ONLY_OF.get(section, {scenario.system.name}):
+            is_idle = section == "cluster" and not scenario.cluster.is_emulated
+            keys = FAILURE_DOMAINS & fields.keys() if is_idle else fields.keys()
+            told = (f"{key}={value}" for key, value in fields.items() if key in keys and value not in (None, ""))
+            yield section, " ".join(told)
+    if scenario.faults:
+        yield "faults", " ".join(map(str, scenario.faults))
+
+
 def _show_plan(scenario: Scenario, as_json: bool) -> None:
     from capricorn.launch.preflight import checks
     from capricorn.report.terminal.tables import checks_table, plan_table
 
     needs, found = needs_of(scenario, cuda=scenario.cluster.device == "cuda"), checks(scenario)
-    config = scenario.model_dump(mode="json")
     if as_json:
         facts = [dataclasses.asdict(check) for check in found]
-        print_json({"needs": dataclasses.asdict(needs), "checks": facts, "config": config})
+        print_json({"needs": dataclasses.asdict(needs), "checks": facts, "config": scenario.model_dump(mode="json")})
         return
     out = console()
     out.print(plan_table(scenario, needs))
     out.print(checks_table(found))
-    for section, fields in config.items():
-        values = " ".join(f"{key}={value}" for key, value in fields.items()) if isinstance(fields, dict) else fields
-        out.print(f"{section}: {values}", soft_wrap=True, markup=False)
+    for section, settings in _told(scenario):
+        out.print(f"{section}: {settings}", soft_wrap=True, markup=False)

@@ -30,7 +30,7 @@ STORAGES: dict[str, tuple[BytesPerSecond, BytesPerSecond | None]] = {
 20 Gb/s beside the p3dn and p4d clusters of Gemini, SOSP'23; the others are local drives, one or four striped."""
 
 
-_FAILURE_DOMAINS = frozenset({"name", "nodes", "ranks_per_node", "device"})
+FAILURE_DOMAINS = frozenset({"name", "nodes", "ranks_per_node", "device"})
 _DESCRIPTION = frozenset({
     "accelerator", "flops_per_s", "devices_per_node", "mfu", "link_bytes_per_s", "link_efficiency", "rho",
     "iteration_s", "moe_layers",
@@ -134,7 +134,7 @@ class ClusterConfig(FrozenModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if not self.is_emulated:
-            self._refuse(type(self).model_fields.keys() - _FAILURE_DOMAINS, "name a cluster")
+            self._refuse(type(self).model_fields.keys() - FAILURE_DOMAINS, "name a cluster")
             return self
         check(self.nodes > 1, f"--cluster {self.name} emulates a network: it needs --nodes 2 or more")
         check(self.device != "cuda", f"--cluster {self.name} paces computing on the CPU: use --device cpu")
