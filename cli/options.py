@@ -213,7 +213,7 @@ def _cluster(asked: Mapping[str, Any], nnodes: int) -> ClusterConfig:
     ranks = asked.get("ranks_per_node") or max(1, num_devices // (1 if nnodes else count))
     chosen = {"nodes": count, "ranks_per_node": ranks, "device": device}
     first = {key: value for key, value in asked.items() if key not in ("name", "device")}
-    return validate(ClusterConfig, chosen | fields | first, "--cluster")
+    return validate(ClusterConfig, chosen | fields | first, f"--cluster {name}")
 
 
 def _planner(cluster: ClusterConfig, launch: Mapping[str, Any]) -> dict[str, str]:

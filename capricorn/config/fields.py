@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -80,16 +80,29 @@ def validate(model: type[T], values: Mapping[str, Any], where: str, *, lax: bool
         raise ConfigError(_describe(error, where, model)) from None
 
 
+_WORDS = {
+    "int_parsing": "should be a whole number",
+    "float_parsing": "should be a number",
+    "bool_parsing": "should be true or false",
+}
+"""By pydantic's type of an error: what it says of a parser, in words for people who write settings."""
+
+
 def _message(fault: Mapping[str, Any]) -> str:
-    return str(fault["msg"]).removeprefix("Value error, ").replace("Input should", "should", 1)
+    said = str(fault["msg"]).removeprefix("Value error, ").replace("Input should", "should", 1)
+    return _WORDS.get(fault["type"], said)
 
 
 def _describe(error: ValidationError, where: str, model: type[BaseModel]) -> str:
-    first = error.errors()[0]
+    """The first error in one line; an unknown key goes before others, as it may be the one that is missed."""
+    faults: Sequence[Mapping[str, Any]] = error.errors()
+    first = next((fault for fault in faults if fault["type"] == "extra_forbidden"), faults[0])
     key = ".".join(str(part) for part in first["loc"])
     if isinstance(cause := first.get("ctx", {}).get("error"), ConfigError):
         return str(cause)
     if first["type"] == "extra_forbidden":
         nearest = difflib.get_close_matches(key, model.model_fields, n=1)
         return f"{where}: unknown key {key!r}" + (f"; did you mean {nearest[0]!r}?" if nearest else "")
+    if first["type"] == "missing":
+        return f"{where}: {key} is missing; it has no default"
     return f"{where}: {key} = {first.get('input')!r}: {_message(first)}"

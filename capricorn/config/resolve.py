@@ -15,6 +15,8 @@ from capricorn.config.presets import CLUSTERS, MODELS
 from capricorn.config.scenario import ModelConfig, Scenario
 from capricorn.errors import ConfigError, unknown_name
 
+SEE = "see capricorn-bench list settings"
+
 
 def load_model(name: str) -> ModelConfig:
     """The preset of that name, or the TOML file at that path.
@@ -85,11 +87,15 @@ def override(scenario: Scenario, assignments: Iterable[str]) -> Scenario:
         key, equals, value = assignment.partition("=")
         section, _, field = key.partition(".")
         if not equals:
-            raise ConfigError(f"--set {assignment!r} is not key=value")
+            raise ConfigError(f"--set {assignment!r} is not key=value, as in system.every=2; {SEE}")
         known = [f"{s}.{f}" for s, table in tree.items() if isinstance(table, dict) for f in table]
         if key not in known:
             nearest = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {nearest[0]!r}?" if nearest else f"sections: {', '.join(tree)}"
+            hint = (
+                f"did you mean {nearest[0]!r}?"
+                if nearest
+                else f"sections: {', '.join(s for s, table in tree.items() if isinstance(table, dict))}; {SEE}"
+            )
             raise ConfigError(f"--set {assignment!r}: unknown key {key!r}; {hint}")
         tree[section][field] = value
     return validate(Scenario, tree, "--set", lax=True)
