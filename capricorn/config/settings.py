@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -116,12 +117,12 @@ def settings_in(section: str, model: type[BaseModel]) -> Iterator[Setting]:
 
 def _kinds(annotation: Any) -> tuple[Any, ...]:
     """The types that a value may have, without what Annotated adds to them."""
-    if get_origin(annotation) is Literal or not get_args(annotation):
-        return (annotation,)
-    members = get_args(annotation)
-    if get_origin(annotation) not in (Union, type(int | str)):
-        members = members[:1]
-    return tuple(kind for member in members for kind in _kinds(member))
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _kinds(inner[0])
+    if origin in (Union, UnionType):
+        return tuple(kind for member in inner for kind in _kinds(member))
+    return (annotation,)
 
 
 def _word(kind: Any) -> str:
