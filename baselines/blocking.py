@@ -13,7 +13,6 @@ class Blocking(ReplicatingSystem):
     Source: Gemini, SOSP'23 (the blocking scheme of its ablation).
     """
 
-    name: ClassVar[str] = "blocking"
     plans: ClassVar[bool] = False
 
     def after_update(self, iteration: int) -> None:

@@ -6,10 +6,11 @@ import time
 from collections.abc import Sequence
 from typing import ClassVar
 
-from capricorn.config.system_settings import AUTO
+from pydantic import BaseModel
+
 from capricorn.errors import ConfigError
 from capricorn.hooks import OpKey
-from capricorn.planner.gemini_planner import GeminiPlanner
+from capricorn.planner.gemini_planner import AUTO, GeminiPlanner, GeminiSettings, GeminiStagedSettings
 from capricorn.planner.plan import Planner
 from capricorn.planner.profile import COMMUNICATION
 from capricorn.runtime.replicating_system import ReplicatingSystem
@@ -27,17 +28,19 @@ class GeminiStaged(ReplicatingSystem):
     Source: Gemini, SOSP'23, section 5.2 (profile and partition). Departs: the data path is that of `capricorn`.
     """
 
-    name: ClassVar[str] = "gemini-staged"
+    profiles_first = True
+    settings: ClassVar[type[BaseModel] | None] = GeminiStagedSettings
 
-    def attach(self, job: JobContext, state: FlatState) -> None:  # type: ignore[override]
-        if job.gemini.mu == AUTO:
-            raise ConfigError("gemini.mu=auto is settled before a job starts: give a number in (0, 1]")
+    def attach(self, job: JobContext, state: FlatState) -> None:
+        self._settings = self.settings_in(job)
+        if self._settings.mu == AUTO:
+            raise ConfigError("system.options.mu=auto is settled before a job starts: give a number in (0, 1]")
         # Once there has been a checkpoint there is something to lose while the training is profiled again.
-        self.first_iteration = 1 if job.attempt else job.gemini.profile_iterations + 1
+        self.first_iteration = 1 if job.attempt else self._settings.profile_iterations + 1
         super().attach(job, state)
 
-    def _make_planner(self, hosts: Sequence[int], shard_bytes: Bytes) -> Planner:
-        return GeminiPlanner(self._job.gemini, rank=self._job.rank, num_remote=len(hosts), shard_bytes=shard_bytes)
+    def make_planner(self, holders: Sequence[int], shard_bytes: Bytes) -> Planner:
+        return GeminiPlanner(self._settings, rank=self.job.rank, num_remote=len(holders), shard_bytes=shard_bytes)
 
     def _is_reactive(self) -> bool:
         return False
@@ -49,7 +52,7 @@ class Gemini(GeminiStaged):
     The local copy is cut up and made while training communicates. Source: Gemini, SOSP'23, section 5.3.
     """
 
-    name: ClassVar[str] = "gemini"
+    settings = GeminiSettings
 
     def on_op_begin(self, op: OpKey) -> None:
         super().on_op_begin(op)
@@ -63,7 +66,7 @@ class Gemini(GeminiStaged):
 
     def before_update(self, iteration: int) -> None:
         self._local.open()
-        save = self._completion.pending
+        save = self._commit_tracker.pending
         if save is not None:
             assert self._executor is not None
             begin_s = time.perf_counter()
@@ -81,9 +84,9 @@ class Gemini(GeminiStaged):
         super().close()
 
     def _make_sources(self, stager: Stager, layout: Layout) -> tuple[Stager, LiveSource | None]:
-        config = self._job.gemini
+        config = self._settings
         self._local = CutStager(stager, patience_s=self._timeout_s / 2)
         live = LiveSource(
-            self._state, layout, self._job.device, buffer_bytes=config.buffer_bytes, num_buffers=config.num_buffers
+            self._state, layout, self.job.device, buffer_bytes=config.buffer_bytes, num_buffers=config.num_buffers
         )
         return self._local, live

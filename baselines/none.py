@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING
 
 from capricorn.errors import NoCompleteCheckpointError
-from capricorn.systems.interface import CheckpointSystem, JobContext, RestoreReport, ShardState
+from capricorn.systems.interface import CheckpointSystem, JobContext, RestoreReport
 from capricorn.units import Seconds
+
+if TYPE_CHECKING:
+    from capricorn.runtime.save.flat_state import FlatState
 
 
 class NoCheckpoint(CheckpointSystem):
     """Saves nothing; after a failure training starts from its first iteration."""
 
-    name: ClassVar[str] = "none"
+    kind = "nothing"
 
-    def attach(self, job: JobContext, state: ShardState) -> None:
+    def attach(self, job: JobContext, state: FlatState) -> None:
         """Nothing to make ready."""
 
     def latest_complete(self) -> int | None:

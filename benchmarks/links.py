@@ -25,7 +25,13 @@ ROUNDS = 3
 def _laid(way: str, *, qos: bool = False) -> Iterator[tuple[Ground, str, list[str]]]:
     """The nodes, a folder, and the folder of links if they are paced in user space."""
     cluster = ClusterConfig(
-        name="bench", nodes=NODES, attention_s=1, expert_s=1, rate_bytes_per_s=RATE, qos=qos, links=way
+        name="bench",
+        nodes=NODES,
+        attention_s=1,
+        expert_s=1,
+        rate_bytes_per_s=RATE,
+        qos=qos,
+        links=way,  # type: ignore[arg-type]
     )
     ground, _ = lay_ground(cluster)
     with tempfile.TemporaryDirectory(prefix="capricorn-bench-", dir="/dev/shm") as folder:

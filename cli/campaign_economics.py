@@ -11,12 +11,12 @@ from capricorn.campaign.economics import Economics, MeasuredEconomics, iteration
 from capricorn.campaign.sampling import schedule
 from capricorn.campaign.verdict import Outcome
 from capricorn.compare.compare_record import Variant
-from capricorn.config.resolve import override
 from capricorn.config.scenario import Scenario
 from capricorn.errors import CapricornError, ConfigError
 from capricorn.launch.interrupts import Interrupts
 from capricorn.report.terminal.economics_table import mean_complete_s, mean_iteration_s, mean_stall_s, measured
-from capricorn.sizing.memory import FILE_SYSTEMS
+from capricorn.systems.registry import find
+from capricorn.systems.settings import override
 from capricorn.units import Seconds, format_seconds
 
 from .campaign_run import Workplace
@@ -115,7 +115,7 @@ class EconomicsRunner:
         checkpoint_s = mean_stall_s(outcome.samples)
         is_told = any(each.startswith(f"{EVERY}=") for each in variant.assignments)
         every = scenario.system.every
-        if scenario.system.name in FILE_SYSTEMS and not is_told:
+        if find(scenario.system.name).writes_files and not is_told:
             interval_s = young_interval(checkpoint_s, self._economics.mtbf_s)
             every = iterations_between(interval_s, self._planned_s, scenario.train.iterations)
         return MeasuredEconomics(

@@ -15,6 +15,7 @@ from capricorn.config.scenario import Scenario
 from capricorn.errors import CapricornError
 from capricorn.faults.filler_file import why_not_fill
 from capricorn.sizing.memory import STATE_BYTES_PER_PARAM, needs_of, total_params
+from capricorn.systems.settings import file_settings_of
 from capricorn.units import MIB, Bytes
 
 PREFIX, LOCK, MOUNT = "capricorn-small-", "lock", "fs"
@@ -43,7 +44,7 @@ def small_file_system(needed_bytes: Bytes) -> Iterator[Path]:
 def needed_bytes(scenario: Scenario) -> Bytes:
     """What the stores of a run take, or a few checkpoints of it on the slow tier if that is more."""
     checkpoint_bytes = STATE_BYTES_PER_PARAM * total_params(scenario.model)
-    keep = max(scenario.storage.keep, scenario.persist.keep)
+    keep = max(file_settings_of(scenario).keep, scenario.persist.keep)
     return max(needs_of(scenario, cuda=False).store_bytes, (keep + 2) * checkpoint_bytes)
 
 

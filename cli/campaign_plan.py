@@ -13,9 +13,9 @@ from capricorn.campaign.campaign_record import GIVEN, CampaignRecord, GroundName
 from capricorn.campaign.cases import MOUNTS, Asked, grounds_of, plan_cases
 from capricorn.campaign.economics import Economics
 from capricorn.campaign.sampling import check_kinds
-from capricorn.compare.compare_record import parse_variants
+from capricorn.compare.compare_record import check_shared_options, own_options, parse_variants
 from capricorn.config.fault_spec import FaultSpec
-from capricorn.config.resolve import override
+from capricorn.config.resolve import assign
 from capricorn.config.scenario import Scenario
 from capricorn.errors import ConfigError
 from capricorn.sizing.scale import scale
@@ -24,11 +24,11 @@ from capricorn.systems.registry import check_system
 from .experiment import given
 from .options import refuse_shared_tier, scenario_from, unresolved_options
 
-SETTINGS = ("gemini.profile_iterations=2", "gemini.mu=0.9")
-"""So that Gemini makes checkpoints in runs as short as these; what is given by --set goes before."""
+SHARED = ("profile_iterations=2", "mu=0.9")
+"""Options of the systems that have them, so that Gemini checkpoints in runs as short as these; --set goes before."""
 EMULATED = (
     "cluster.name=faults", "cluster.device=cpu", "cluster.rate_bytes_per_s=400Mbit", "system.send_buffer_bytes=16KiB",
-    "planner.max_chunk_bytes=64KiB", "planner.spans=layer", "gemini.buffer_bytes=256KiB", "storage.medium=tmpfs",
+    "planner.max_chunk_bytes=64KiB", "planner.spans=layer",
 )  # fmt: skip
 PACES: Mapping[GroundName, tuple[str, ...]] = {
     "links": ("cluster.attention_s=0.002", "cluster.expert_s=0.002"),
@@ -54,7 +54,10 @@ def planned(context: click.Context) -> CampaignRecord:
         check_system(variant.system)
     settings = options["assignments"]
     asked = {name: options[name] for name in _scenario_names() - {"faults", "assignments"}}
-    scenario = scenario_from(**asked, system=variants[0].system, assignments=(*SETTINGS, *settings))
+    scenario = scenario_from(
+        **asked, system=variants[0].system, assignments=(*own_options(SHARED, variants), *settings), settles=False
+    )
+    check_shared_options(scenario, variants)
     refuse_shared_tier(scenario)
     started = datetime.now(UTC)
     record = CampaignRecord(
@@ -129,7 +132,7 @@ def _grounds(
     refused = _refused_here(scenario, kinds)
     for ground in sorted(grounds_of(kinds)) if not scenario.cluster.is_emulated else ():
         try:
-            scenarios[ground] = scale(override(scenario, (*EMULATED, *PACES[ground], *settings)))
+            scenarios[ground] = scale(assign(scenario, (*EMULATED, *PACES[ground], *settings)))
         except ConfigError as error:
             refused |= {kind: str(error) for kind in kinds if ground in grounds_of([kind])}
     return scenarios, refused

@@ -11,7 +11,6 @@ from typing import Self, TypeVar
 from capricorn.campaign.verdict import Outcome
 from capricorn.config.scenario import Scenario
 from capricorn.errors import CapricornError
-from capricorn.faults.applicability import OURS
 from capricorn.launch.fork_client import Standby
 from capricorn.launch.launcher import RunListener, launch
 from capricorn.launch.persist_folder import PERSISTENT
@@ -25,6 +24,7 @@ from capricorn.records.samples import (
     read_samples,
 )
 from capricorn.runtime.persist.layout import iterations_in
+from capricorn.systems.registry import find
 from capricorn.units import Seconds
 
 from .display import watching
@@ -104,7 +104,7 @@ class Watched(RunListener):
 
     def on_start(self, run_dir: Path, scenario: Scenario) -> None:
         self.run_dir = run_dir
-        if scenario.persist.every and scenario.system.name in OURS:
+        if scenario.persist.every and find(scenario.system.name).replicates:
             self._slow_tier = Path(scenario.persist.dir) if scenario.persist.dir else run_dir / PERSISTENT
         self._listener.on_start(run_dir, scenario)
 

@@ -18,12 +18,12 @@ from capricorn.campaign.campaign_record import (
     write_campaign,
 )
 from capricorn.campaign.verdict import Outcome, difference, judge, reference_of
-from capricorn.config.resolve import override
 from capricorn.config.scenario import Scenario
 from capricorn.errors import CapricornError
 from capricorn.launch.interrupts import Interrupts
 from capricorn.report.terminal.campaign_table import outcome_line, remark_of
-from capricorn.sizing.memory import FILE_SYSTEMS
+from capricorn.systems.registry import find
+from capricorn.systems.settings import override
 from capricorn.units import Seconds
 
 from .campaign_ground import needed_bytes, small_file_system
@@ -107,7 +107,7 @@ class CampaignRunner:
 
     def _placed(self, case: Case, scenario: Scenario) -> Scenario:
         """The scenario with what it stores where it has to be: on a small file system, or apart from other cases."""
-        if case.mount == "store" or (case.mount and scenario.system.name in FILE_SYSTEMS):
+        if case.mount == "store" or (case.mount and find(scenario.system.name).writes_files):
             return override(scenario, [f"store.root={self._small_file_system()}"])
         parent = self._small_file_system() if case.mount else Path(scenario.persist.dir)
         if not (case.mount or scenario.persist.dir):

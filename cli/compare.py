@@ -35,7 +35,7 @@ from .output import PROGRAM, console, print_json
 from .run import make_folder
 
 if TYPE_CHECKING:
-    from capricorn.compare.results import Comparison
+    from capricorn.compare.comparison import Comparison
 
 DEFAULT_SYSTEMS = "none,capricorn,gemini,torchsnapshot"
 DEFAULT_REPEATS = 3
@@ -164,7 +164,7 @@ def _carry_out(folder: Path, *, as_json: bool, quiet: bool, verbose: bool) -> in
 
 
 def _make_missing(folder: Path, record: CompareRecord, *, as_json: bool, quiet: bool, verbose: bool) -> int:
-    from capricorn.compare.finished import compare_planned
+    from capricorn.compare.finished_runs import compare_planned
 
     from .runner import Runner
 
@@ -198,8 +198,7 @@ def _show_plan(experiment: Experiment, as_json: bool) -> None:
         facts = [_plan_json(planned, needs) for planned, needs in plans]
         print_json({"comparisons": facts})
         return
-    from capricorn.report.terminal.comparison_table import variants_table
-    from capricorn.report.terminal.tables import scale_table
+    from capricorn.report.terminal.plan_table import scale_table, variants_table
 
     for planned, needs in plans:
         scenario = planned.scenario
@@ -230,7 +229,7 @@ def _plan_json(planned: PlannedComparison, needs: dict[str, Needs]) -> dict[str,
 
 
 def _compare_finished(paths: tuple[Path, ...], threshold: float | None, as_json: bool, quiet: bool) -> int:
-    from capricorn.compare.finished import load_comparisons
+    from capricorn.compare.finished_runs import load_comparisons
 
     whole = [path for path in paths if is_compare(path)]
     if whole and (threshold is not None or len(whole) < len(paths)):
@@ -250,7 +249,7 @@ def _check(
     paths: tuple[Path, ...], threshold: float, compared: list[Comparison], as_json: bool, quiet: bool
 ) -> int:  # fmt: skip
     """Whether no later run is slower than the first by more than the threshold, where that is no chance."""
-    from capricorn.compare.finished import ratio_of
+    from capricorn.compare.finished_runs import ratio_of
 
     base, *later = paths
     if not later:

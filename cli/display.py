@@ -18,7 +18,7 @@ from rich.text import Text
 from capricorn.config.scenario import Scenario
 from capricorn.launch.launcher import RunListener
 from capricorn.records.samples import EventSample, IterationSample
-from capricorn.report.terminal.tables import describe
+from capricorn.report.text import describe
 from capricorn.units import Seconds, format_bytes, format_seconds
 
 from .output import console

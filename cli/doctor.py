@@ -23,7 +23,7 @@ def doctor(scenario: Scenario, as_json: bool) -> int:
     Without any option it also says which systems are installed, and what privileges there are.
     """
     from capricorn.launch.preflight import checks, other_checks
-    from capricorn.report.terminal.tables import checks_table, plan_table
+    from capricorn.report.terminal.plan_table import checks_table, plan_table
     from capricorn.sizing.memory import needs_of
 
     found = checks(scenario)

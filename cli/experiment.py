@@ -9,8 +9,14 @@ from typing import Any, NamedTuple
 import rich_click as click
 from click.core import ParameterSource
 
-from capricorn.compare.compare_record import SYSTEM, PlannedComparison, parse_variants, settings_of
-from capricorn.config.resolve import override, read_toml
+from capricorn.compare.compare_record import (
+    SYSTEM,
+    PlannedComparison,
+    check_shared_options,
+    flat_settings,
+    parse_variants,
+)
+from capricorn.config.resolve import assign, read_toml
 from capricorn.errors import ConfigError, unknown_name
 from capricorn.systems.registry import check_system
 
@@ -119,10 +125,11 @@ def _planned(label: str, asked: Mapping[str, Any]) -> PlannedComparison:
     options = dict(asked)
     variants, repeats = parse_variants(options.pop("systems")), options.pop("repeats")
     _refuse_system(options[SETTINGS])
-    scenario = scenario_from(**options, system=variants[0].system)
+    scenario = scenario_from(**options, system=variants[0].system, settles=False)
+    check_shared_options(scenario, variants)
     refuse_shared_tier(scenario)
-    settings = settings_of(scenario)
-    scenario = override(scenario, _absolute(f"{key}={settings[key]}" for key in PATHS))
+    settings = flat_settings(scenario)
+    scenario = assign(scenario, _absolute(f"{key}={settings[key]}" for key in PATHS))
     variants = tuple(each.model_copy(update={"assignments": tuple(_absolute(each.assignments))}) for each in variants)
     for variant in variants:
         check_system(variant.system)

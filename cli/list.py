@@ -14,11 +14,12 @@ from capricorn.config.presets import CLUSTERS, MODELS
 from capricorn.config.resolve import load_cluster, load_model
 from capricorn.config.settings import all_settings
 from capricorn.sizing.memory import STATE_BYTES_PER_PARAM, active_params, total_params
-from capricorn.systems.registry import SYSTEMS
+from capricorn.systems.registry import known
 from capricorn.units import format_bytes, format_rate
 
 from .options import json_option
 from .output import console, print_json
+from .values import system_settings
 
 NONE = "-"
 SETTINGS = "settings"
@@ -37,7 +38,7 @@ def list_names(what: str | None, as_json: bool) -> int:
         names = {kind: list(details) for kind, details in found.items()}
         print_json(names | {"details": {name: facts for details in found.values() for name, facts in details.items()}})
         return 0
-    from capricorn.report.terminal.tables import names_table
+    from capricorn.report.terminal.listing import names_table
 
     if what == SETTINGS:
         found = dict(_by_section(found[SETTINGS]))
@@ -69,7 +70,7 @@ def _systems() -> Details:
             "restores from": ", ".join(info.tiers) or NONE,
             "here": "yes" if info.is_installed else f"no: {info.install}",
         }
-        for name, info in SYSTEMS.items()
+        for name, info in known().items()
     }
 
 
@@ -96,20 +97,22 @@ def _faults() -> Details:
 
 
 def _settings() -> Details:
+    found = [(setting, "") for setting in all_settings()]
+    found += [(setting, f" ({', '.join(systems)})") for setting, systems in system_settings()]
     return {
-        each.key: {
-            "type": each.describe_type(),
-            "default": each.describe_default(),
-            "what": each.description,
+        setting.key: {
+            "type": setting.describe_type(),
+            "default": setting.describe_default(),
+            "what": f"{setting.description}{whose}",
         }
-        for each in all_settings()
+        for setting, whose in found
     }
 
 
 def _by_section(settings: Details) -> Iterator[tuple[str, Details]]:
     """Splits the settings at each new section; within one, the names of fields say enough."""
-    for section, keys in groupby(settings, key=lambda key: key.partition(".")[0]):
-        yield f"{section}.", {key.partition(".")[2]: settings[key] for key in keys}
+    for section, keys in groupby(settings, key=lambda key: key.rpartition(".")[0]):
+        yield f"{section}.", {key.rpartition(".")[2]: settings[key] for key in keys}
 
 
 _DETAILS: dict[str, Callable[[], Details]] = {

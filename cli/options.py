@@ -12,12 +12,13 @@ import rich_click as click
 from capricorn.config.cluster import LOCAL, ClusterConfig
 from capricorn.config.fault_spec import FaultSpec
 from capricorn.config.fields import Option, validate
-from capricorn.config.resolve import load_cluster, load_model, override, parse_ckpt
+from capricorn.config.resolve import assign, load_cluster, load_model, parse_ckpt
 from capricorn.config.scenario import ROUTER, Scenario, TrainConfig
 from capricorn.config.settings import Setting, options, sections
 from capricorn.errors import ConfigError
 from capricorn.sizing.scale import scale
-from capricorn.systems.registry import check_system
+from capricorn.systems.registry import canonical_name, check_system
+from capricorn.systems.settings import settle
 from capricorn.units import KIB
 
 from .output import HELP, PROGRAM
@@ -30,8 +31,6 @@ AUTO = "auto"
 DEFAULT_ITERATIONS, DEFAULT_WARMUP = TrainConfig().iterations, TrainConfig().warmup
 SEND_BUFFER_BYTES, CHUNK_BYTES = 16 * KIB, 64 * KIB
 """Of an emulated run: links are slower by orders of magnitude there, and what lies in buffers is in everybody's way."""
-GEMINI_BUFFER_BYTES = 4 * CHUNK_BYTES
-"""So that its chunks are as large as ours."""
 DEFAULT_NODES = 2
 DEFAULT_REPLICAS = 2
 
@@ -154,11 +153,13 @@ def _decorate(command: Command, options: Options) -> Command:
     return command
 
 
-def scenario_from(*, assignments: Sequence[str] = (), **given: Any) -> Scenario:
+def scenario_from(*, assignments: Sequence[str] = (), settles: bool = True, **given: Any) -> Scenario:
     """Returns the scenario that the options stand for, checked as far as it can be without this machine.
 
     Args:
         assignments: What --set was given.
+        settles: Whether the options of the system are its own; otherwise several systems share them, and each takes
+            what it has.
         given: Values of other options by their names in Python; without one, or with None, it has its default.
 
     Raises:
@@ -167,6 +168,8 @@ def scenario_from(*, assignments: Sequence[str] = (), **given: Any) -> Scenario:
     written = {name: _option(setting).written for name, setting in _BY_PARAMETER.items()}
     values = {name: value for name, value in (written | given).items() if value is not None}
     model, every, faults = load_model(values.pop("model")), parse_ckpt(values.pop("ckpt")), values.pop("faults")
+    if SYSTEM_PARAMETER in values:
+        values[SYSTEM_PARAMETER] = canonical_name(values[SYSTEM_PARAMETER])
     asked = _by_section(values)
     domains = _cluster(asked.pop("cluster", {}), asked["launch"].get("nnodes", 0))
     buffers = {"send_buffer_bytes": SEND_BUFFER_BYTES} if domains.is_emulated else {}
@@ -178,12 +181,12 @@ def scenario_from(*, assignments: Sequence[str] = (), **given: Any) -> Scenario:
         "train": {"warmup": length} | asked["train"],
         "cluster": domains,
         "system": {"every": every, "replicas": copies} | buffers | asked["system"],
-        "planner": planner,
-        "gemini": {"buffer_bytes": GEMINI_BUFFER_BYTES} if domains.is_emulated else {},
-        "storage": {"medium": "tmpfs"} if domains.is_emulated else {},
+        "planner": planner | asked["planner"],
         "faults": tuple(map(FaultSpec.parse, faults)),
     }
-    return _checked(scale(override(validate(Scenario, parts, "options"), assignments)))
+    scenario = scale(assign(validate(Scenario, parts, "options"), assignments))
+    check_system(scenario.system.name)
+    return _checked(settle(scenario) if settles else scenario)
 
 
 def _by_section(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -231,12 +234,12 @@ def _checked(scenario: Scenario) -> Scenario:
     """The scenario with its device resolved, once the names that no model checks are found to be known."""
     from capricorn.launch.preflight import resolve_device
 
-    check_system(scenario.system.name)
     if scenario.loads.source != ROUTER:
         # Also reads a trace, so that its faults are told before anything starts; numpy takes a while to import.
-        from capricorn.loads.load_source import given_shares
+        from capricorn.loads.load_source import source_shares
 
-        given_shares(scenario.loads, scenario.model, num_iterations=scenario.train.iterations, seed=scenario.train.seed)
+        train = scenario.train
+        source_shares(scenario.loads, scenario.model, num_iterations=train.iterations, seed=train.seed)
     if scenario.data.path != "stdlib" and not Path(scenario.data.path).exists():
         raise ConfigError(f"--data {scenario.data.path}: no such file or folder; name one, or stdlib")
     return resolve_device(scenario)

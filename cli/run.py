@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import rich_click as click
@@ -12,20 +12,18 @@ from capricorn.config.cluster import FAILURE_DOMAINS
 from capricorn.config.scenario import Scenario
 from capricorn.errors import ConfigError
 from capricorn.records.samples import RECOVERIES, RUN, RecoverySample, RunRecord, read_run, read_samples
-from capricorn.sizing.memory import FILE_SYSTEMS, REPLICATING_SYSTEMS, needs_of
+from capricorn.sizing.memory import needs_of
+from capricorn.systems.registry import SystemEntry, find
+from capricorn.systems.settings import settings_of
 
 from .options import command, output_options, refuse_shared_tier, scenario_options, system_option
 from .output import console, print_json
 
-ONLY_OF: Mapping[str, Set[str]] = {
-    "planner": {"capricorn", "lm-resiliency"},
-    "gemini": {"gemini", "gemini-staged"},
-    "storage": FILE_SYSTEMS,
-    "persist": REPLICATING_SYSTEMS,
-    "torchsnapshot": {"torchsnapshot"},
-    "dcp": {"dcp", "dcp-async"},
+MATTERS: Mapping[str, Callable[[SystemEntry], bool]] = {
+    "planner": lambda system: system.kind in ("replicates", "own") and not system.profiles_first,
+    "persist": lambda system: system.replicates,
 }
-"""By section: the systems that it means something for, where it does not for all."""
+"""By section: whether it means something for a system, where it does not for all."""
 
 
 @command(
@@ -73,7 +71,8 @@ def _measure(scenario: Scenario, out: Path, repeats: int, folders: list[Path], *
         with watching([], quiet=quiet, verbose=verbose) as listener:
             scenario, found_in = tune(scenario, out, listener)
         if not quiet:
-            console().print(f"mu {scenario.gemini.mu}, found in {found_in or 'no run: nothing depends on it'}")
+            factor = settings_of(scenario).mu
+            console().print(f"mu {factor}, found in {found_in or 'no run: nothing depends on it'}")
     for _ in range(repeats):
         with watching(folders, quiet=quiet, verbose=verbose) as listener:
             launch(scenario, out, listener)
@@ -101,7 +100,7 @@ def _show(records: dict[Path, RunRecord], repeats: int, as_json: bool, quiet: bo
 
 
 def _print_tables(records: dict[Path, RunRecord], repeats: int) -> None:
-    from capricorn.report.terminal.tables import repeats_table, run_table
+    from capricorn.report.terminal.run_table import repeats_table, run_table
 
     out = console()
     if repeats > 1:
@@ -114,18 +113,20 @@ def _print_tables(records: dict[Path, RunRecord], repeats: int) -> None:
 
 
 def _show_needs(scenario: Scenario) -> None:
-    from capricorn.report.terminal.tables import plan_table
+    from capricorn.report.terminal.plan_table import plan_table
 
     console().print(plan_table(scenario, needs_of(scenario, cuda=False)))
 
 
 def _told(scenario: Scenario) -> Iterator[tuple[str, str]]:
     """Yields the sections that mean something for this run, with their settings; a scale model is shown as a table."""
-    for section, fields in scenario.model_dump(mode="json", exclude={"emulation", "faults"}).items():
-        if scenario.system.name in ONLY_OF.get(section, {scenario.system.name}):
-            is_idle = section == "cluster" and not scenario.cluster.is_emulated
-            keys = FAILURE_DOMAINS & fields.keys() if is_idle else fields.keys()
-            told = (f"{key}={value}" for key, value in fields.items() if key in keys and value not in (None, ""))
+    system, config = find(scenario.system.name), scenario.model_dump(mode="json", exclude={"emulation", "faults"})
+    if not scenario.cluster.is_emulated:
+        config["cluster"] = {key: value for key, value in config["cluster"].items() if key in FAILURE_DOMAINS}
+    config["system.options"] = config["system"].pop("options")
+    for section, fields in config.items():
+        told = (f"{key}={value}" for key, value in fields.items() if value not in (None, ""))
+        if fields and (section not in MATTERS or MATTERS[section](system)):
             yield section, " ".join(told)
     if scenario.faults:
         yield "faults", " ".join(map(str, scenario.faults))
@@ -133,7 +134,7 @@ def _told(scenario: Scenario) -> Iterator[tuple[str, str]]:
 
 def _show_plan(scenario: Scenario, as_json: bool) -> None:
     from capricorn.launch.preflight import checks
-    from capricorn.report.terminal.tables import checks_table, plan_table
+    from capricorn.report.terminal.plan_table import checks_table, plan_table
 
     needs, found = needs_of(scenario, cuda=scenario.cluster.device == "cuda"), checks(scenario)
     if as_json:

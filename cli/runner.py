@@ -17,8 +17,8 @@ from capricorn.compare.compare_record import (
     PlannedRun,
     Tuned,
     differing,
+    flat_settings,
     missing_runs,
-    settings_of,
     write_compare,
 )
 from capricorn.config.scenario import Scenario
@@ -96,7 +96,7 @@ class Runner:
         heading = f"tuning {run.variant} for {self._heading(turn)}"
         with watching([], quiet=self._quiet, verbose=self._verbose, heading=lambda: heading) as listener:
             tuned, run_id = tune(scenario, self._folder.parent, listener)
-        before, after = settings_of(scenario), settings_of(tuned)
+        before, after = flat_settings(scenario), flat_settings(tuned)
         assignments = tuple(f"{key}={after[key]}" for key in differing(after, before))
         self._write(at, self._planned(at).with_tuned(run.variant, Tuned(assignments=assignments, run_id=run_id)))
 

@@ -13,8 +13,9 @@ from capricorn.config.cluster import LOCAL
 from capricorn.config.fault_spec import KINDS, spelling
 from capricorn.config.presets import CLUSTERS, MODELS
 from capricorn.config.scenario import ROUTER
-from capricorn.config.settings import Setting, all_settings
+from capricorn.config.settings import Setting, all_settings, settings_in
 from capricorn.systems.registry import SYSTEMS
+from capricorn.systems.settings import OPTIONS
 
 Words = Callable[[], Iterable[str]]
 
@@ -62,7 +63,18 @@ class Assignment(StringParamType):
 
 
 def _settings(beginning: str) -> Iterator[Setting]:
-    return (setting for setting in all_settings() if setting.key.startswith(beginning))
+    settings = (*all_settings(), *(setting for setting, _ in system_settings()))
+    return (setting for setting in settings if setting.key.startswith(beginning))
+
+
+def system_settings() -> list[tuple[Setting, list[str]]]:
+    """Returns the options that the built-in systems define, each with the systems that have it."""
+    found: dict[str, tuple[Setting, list[str]]] = {}
+    for name, entry in SYSTEMS.items():
+        model = entry.settings_model()
+        for setting in settings_in(OPTIONS, model) if model else ():
+            found.setdefault(setting.key, (setting, []))[1].append(name)
+    return list(found.values())
 
 
 def _faults() -> Iterator[str]:

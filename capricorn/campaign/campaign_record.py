@@ -14,11 +14,11 @@ from capricorn.campaign.verdict import Judgement, Reference
 from capricorn.compare.compare_record import Variant
 from capricorn.config.fault_spec import FaultSpec
 from capricorn.config.fields import FrozenModel, validate
-from capricorn.config.resolve import override
 from capricorn.config.scenario import Scenario
 from capricorn.errors import CapricornError
 from capricorn.records.samples import read_record, write_record
-from capricorn.sizing.memory import FILE_SYSTEMS
+from capricorn.systems.registry import find
+from capricorn.systems.settings import override
 
 SCHEMA_VERSION = 1
 CAMPAIGN = "campaign.json"
@@ -121,8 +121,8 @@ def scenario_of(scenarios: Mapping[GroundName, Scenario], variant: Variant, case
     """The scenario of a case, with its failure and its slow tier."""
     scenario = variant.of(scenarios[case.ground])
     settings = [f"persist.every={case.persist_every}"]
-    if case.mount and variant.system in FILE_SYSTEMS:
-        settings.append("storage.medium=tmpfs")
+    if case.mount and find(variant.system).writes_files:
+        settings.append("system.options.medium=tmpfs")
     return validate(Scenario, override(scenario, settings).model_dump() | {"faults": (case.fault,)}, "the case")
 
 

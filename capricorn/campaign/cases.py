@@ -14,7 +14,8 @@ from capricorn.config.fault_spec import KINDS, LINK_KINDS, FaultSpec
 from capricorn.config.fields import validate
 from capricorn.config.scenario import Scenario
 from capricorn.errors import ConfigError
-from capricorn.faults.applicability import OURS, why_not
+from capricorn.faults.applicability import why_not
+from capricorn.systems.registry import find
 
 PROGRAM: Final = "capricorn-bench"
 PERSIST_EVERY = 2
@@ -116,13 +117,13 @@ def _ground(asked: Asked, fault: FaultSpec, variant: Variant) -> GroundName:
         return GIVEN
     if fault.kind in LINK_KINDS:
         return "links"
-    return "paced" if strikes_slow_tier(fault) and variant.system in OURS else GIVEN
+    return "paced" if strikes_slow_tier(fault) and find(variant.system).replicates else GIVEN
 
 
 def _persist_every(asked: Asked, number: int, fault: FaultSpec, variant: Variant) -> int:
     """As it was given; else some where there has to be a slow tier, and in every second case that was drawn."""
     given = asked.scenarios[GIVEN].persist.every
-    if given or variant.system not in OURS:
+    if given or not find(variant.system).replicates:
         return given
     drawn = not asked.faults and draws_slow_tier(asked.seed, number)
     return PERSIST_EVERY if drawn or strikes_slow_tier(fault) else 0

@@ -16,7 +16,8 @@ from capricorn.config.fields import FrozenModel
 from capricorn.config.scenario import Scenario
 from capricorn.errors import CapricornError
 from capricorn.records.samples import EventSample, IterationSample, RecoverySample
-from capricorn.sizing.memory import FILE_SYSTEMS
+from capricorn.systems.registry import find
+from capricorn.systems.settings import settings_of
 from capricorn.units import Seconds
 
 Verdict: TypeAlias = Literal["PASS", "LOST_WORK", "SILENT_DIVERGENCE", "HARD_FAIL", "NOT_STRUCK"]
@@ -200,7 +201,7 @@ def allowed_iterations(scenario: Scenario, recovery: RecoverySample, on_disk: Se
     if not system.every:
         return 0
     behind = (1 + system.max_lost) * system.every - 1
-    if PERSISTENT in recovery.sources and system.name not in FILE_SYSTEMS:
+    if PERSISTENT in recovery.sources and not find(system.name).writes_files:
         reached = recovery.resumed_iteration + recovery.lost_iterations
         behind = max(behind + 2 * scenario.persist.every - 1, reached - max(on_disk, default=reached))
     return behind + (0 if recovery.resumed_iteration else first_iteration(scenario) - 1)
@@ -214,8 +215,8 @@ def _usable(fault: FaultSpec, outcome: Outcome) -> tuple[int, ...]:
 
 def first_iteration(scenario: Scenario) -> int:
     """The first one that a system would checkpoint: some watch the training before."""
-    watches = scenario.system.name in ("gemini", "gemini-staged")
-    return scenario.gemini.profile_iterations + 1 if watches else 1
+    watches = find(scenario.system.name).profiles_first
+    return settings_of(scenario).profile_iterations + 1 if watches else 1
 
 
 def tiers_of(recovery: RecoverySample) -> set[str]:
@@ -262,12 +263,12 @@ def survives(fault: FaultSpec, scenario: Scenario, on_disk: Sequence[int] | None
     `on_disk` are those complete on the slow tier when it comes; None takes them to be written in time.
     """
     system = scenario.system
-    if not system.every or system.name == KEEPS_NOTHING:
+    if not system.every or find(system.name).kind == "nothing":
         return False
     num_on_disk = _num_on_disk(fault, scenario) if on_disk is None else len(on_disk)
     if fault.where == DISK:
         return num_on_disk > 1  # the newest one is damaged, and all memory is gone
-    if system.name in FILE_SYSTEMS:
+    if find(system.name).writes_files:
         return True
     is_last_copy = fault.kind == "node-loss" or (fault.kind in ("corrupt", "truncate") and fault.where == "slot")
     if fault.kind == "group-loss" or (is_last_copy and system.replicas == 1):
@@ -278,6 +279,6 @@ def survives(fault: FaultSpec, scenario: Scenario, on_disk: Sequence[int] | None
 def _num_on_disk(fault: FaultSpec, scenario: Scenario) -> int:
     """Checkpoints that are complete on disk when the failure comes, if each is written before the next one is due."""
     done, every, slow = fault.iteration - 1, scenario.system.every, scenario.persist.every
-    if scenario.system.name in FILE_SYSTEMS:
+    if find(scenario.system.name).writes_files:
         return max(0, done // every - 1)
     return max(0, (done - every) // slow - 1) if slow else 0

@@ -5,7 +5,8 @@ Knows no torch, no file and no process.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -13,12 +14,13 @@ from capricorn.config.cluster import ClusterConfig, Pace, Times
 from capricorn.config.fault_spec import LINK_KINDS, NO_LINKS, FaultSpec
 from capricorn.config.fields import ByteCount, FrozenModel, Option, check
 from capricorn.config.planner import PlannerConfig
-from capricorn.config.system_settings import DcpConfig, GeminiConfig, PersistConfig, StorageConfig, TorchSnapshotConfig
 from capricorn.hooks import DIRECTIONS, MOMENTS, NO_LAYER, OpKey, matches_op
 from capricorn.topology import Topology, expert_split
 from capricorn.units import KIB, BytesPerSecond
 
 ROUTER = "router"
+MOVED_SECTIONS = ("gemini", "storage", "torchsnapshot", "dcp")
+"""Sections of version 0.1 that held settings of some systems."""
 
 
 class ModelConfig(FrozenModel):
@@ -165,8 +167,10 @@ class SystemConfig(FrozenModel):
     """A checkpointing system and its settings."""
 
     name: Annotated[str, Option("--system", "What", "SYSTEM")] = Field(
-        default="capricorn", description="Checkpoint with this system; `list systems` shows the known ones"
+        default="capricorn",
+        description="Checkpoint with this system: one of `list systems`, PACKAGE.MODULE:CLASS or FILE.py:CLASS",
     )
+    options: dict[str, Any] = Field(default_factory=dict, description="Settings that the system itself defines")
     every: Annotated[int, Option("--ckpt", "Checkpoints", "WHEN", written="every-iter")] = Field(
         default=1, ge=0, description="Make a checkpoint every-iter, every-N, or off (as a setting: 1, N, or 0)"
     )
@@ -185,7 +189,9 @@ class SystemConfig(FrozenModel):
     send_buffer_bytes: ByteCount = Field(
         default=128 * KIB, ge=4096, description="Send buffer of checkpoint sockets in bytes (SO_SNDBUF)"
     )
-    give_way: bool = Field(default=True, description="Send and receive only with CPU time that nobody else wants")
+    idle_priority: bool = Field(
+        default=True, description="Run checkpoint traffic at SCHED_IDLE: on CPU time that nobody else wants"
+    )
     timeout_s: float = Field(default=30.0, gt=0, description="Seconds to wait at most for a peer")
     max_lost: int = Field(
         default=1,
@@ -193,6 +199,29 @@ class SystemConfig(FrozenModel):
         le=2,
         description="Finished iterations that may be lost; with 2 a late save holds up nothing yet",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_old_names(cls, values: Any) -> Any:
+        """Returns the values by the names of today: records of earlier versions say `give_way`."""
+        if not isinstance(values, Mapping) or "give_way" not in values:
+            return values
+        return {"idle_priority" if key == "give_way" else key: value for key, value in values.items()}
+
+
+class PersistConfig(FrozenModel):
+    """The persistent tier of the systems that replicate: which of their checkpoints it gets, and where it lies."""
+
+    every: Annotated[int, Option("--persist-every", "Checkpoints", "N")] = Field(
+        default=0, ge=0, description="Keep every N-th iteration on disk, too; 0 keeps none"
+    )
+    dir: Annotated[str, Option("--persist-dir", "Checkpoints", "PATH")] = Field(
+        default="",
+        description="Keep them in this folder, which all nodes reach, and resume from what it holds (default: "
+        "persistent/ of the run)",
+    )
+    keep: int = Field(default=2, ge=2, description="Complete checkpoints that are kept on disk")
+    timeout_s: float = Field(default=60.0, gt=0, description="Seconds to wait at most for the writers of other ranks")
 
 
 class StoreConfig(FrozenModel):
@@ -248,11 +277,7 @@ class Scenario(FrozenModel):
     loads: LoadsConfig = LoadsConfig()
     system: SystemConfig = SystemConfig()
     planner: PlannerConfig = PlannerConfig()
-    gemini: GeminiConfig = GeminiConfig()
     persist: PersistConfig = PersistConfig()
-    storage: StorageConfig = StorageConfig()
-    torchsnapshot: TorchSnapshotConfig = TorchSnapshotConfig()
-    dcp: DcpConfig = DcpConfig()
     store: StoreConfig = StoreConfig()
     launch: LaunchConfig = LaunchConfig()
     faults: Annotated[tuple[FaultSpec, ...], Option("--fault", "Failures", "FAULT", (), parameter="faults")] = Field(
@@ -265,6 +290,18 @@ class Scenario(FrozenModel):
     @property
     def topology(self) -> Topology:
         return Topology(self.cluster.nodes, self.cluster.ranks_per_node)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_older(cls, values: Any) -> Any:
+        """Records of version 0.1 have sections for some systems; their fields are options of the system now."""
+        older = {name: values[name] for name in MOVED_SECTIONS if isinstance(values, dict) and name in values}
+        if not older:
+            return values
+        options = {key: value for section in older.values() for key, value in section.items()}
+        system = dict(values.get("system", {}))
+        kept = {name: value for name, value in values.items() if name not in older}
+        return kept | {"system": system | {"options": options | system.get("options", {})}}
 
     @model_validator(mode="after")
     def _check(self) -> Self:

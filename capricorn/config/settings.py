@@ -1,6 +1,6 @@
 """Every setting of a scenario as one list: its key, type, default and description, and the option it may be given by.
 
-The command line, the keys of `--set` and `list settings` are made from it. Knows no click.
+The command line, the keys of `--set` and `list settings` are made from it. Knows no click, and no system.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Setting(NamedTuple):
     @property
     def default(self) -> Any:
         """Returns the default value; None where there is none, or where the value is to be computed."""
-        return None if self.info.is_required() else self.info.default
+        return None if self.info.is_required() or self.info.default_factory else self.info.default
 
     @property
     def option(self) -> Option | None:
@@ -110,9 +110,10 @@ def sections() -> Iterator[tuple[str, type[BaseModel]]]:
 
 
 def settings_in(section: str, model: type[BaseModel]) -> Iterator[Setting]:
-    """Yields the settings of one section."""
+    """Yields the settings of one section; a table is none, but its keys are."""
     for name, info in model.model_fields.items():
-        yield Setting(f"{section}.{name}", info)
+        if get_origin(info.annotation) is not dict:
+            yield Setting(f"{section}.{name}", info)
 
 
 def _kinds(annotation: Any) -> tuple[Any, ...]:
@@ -128,7 +129,7 @@ def _kinds(annotation: Any) -> tuple[Any, ...]:
 def _word(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return "|".join(map(str, get_args(kind)))
-    return TYPES.get(kind, "table")
+    return TYPES.get(kind, getattr(kind, "__name__", "value"))
 
 
 def _metadata(info: FieldInfo) -> list[Any]:

@@ -9,10 +9,8 @@ from typing import Final
 
 from capricorn.config.fault_spec import LINK_KINDS, NO_LINKS, FaultSpec
 from capricorn.config.scenario import Scenario
-from capricorn.systems.registry import FILES, SYSTEMS
-
-OURS: Final = frozenset({"capricorn", "blocking", "gemini", "gemini-staged"})
-"""Systems that keep copies in the memory store, and may write them to a slow tier too."""
+from capricorn.systems.registry import SystemEntry, find
+from capricorn.systems.settings import file_settings_of
 
 SEVERAL_MACHINES: Final = "it strikes nodes of several machines at once; leave out --nnodes"
 ENDLESS: Final = "over paced links nobody finds the node that is cut off; use seconds=S or cluster.links=namespaces"
@@ -20,13 +18,16 @@ ENDLESS: Final = "over paced links nobody finds the node that is cut off; use se
 
 def why_not(fault: FaultSpec, scenario: Scenario) -> str:
     """Why the failure cannot happen in a run of that scenario; empty if it can."""
-    name = scenario.system.name
+    entry = find(scenario.system.name)
+    name = entry.label
     missing = {
-        "memory": "" if name in OURS else f"{name} keeps no copies in the memory store",
+        "memory": "" if entry.replicates else f"{name} keeps no copies in the memory store",
         "replica": "" if scenario.system.replicas > 1 else "there is one copy of each shard; use --replicas 2",
-        "files": "" if _has_slow_tier(scenario) else f"{name} writes no files here; {_advice(name)}",
-        "changes": "" if name in OURS or _has_slow_tier(scenario) else f"{name} keeps nothing that a kill could tear",
-        "tmpfs": "" if name in OURS or _writes_to_memory(scenario) else f"{name} keeps nothing in memory",
+        "files": "" if _has_slow_tier(scenario) else f"{name} writes no files here; {_advice(entry)}",
+        "changes": ""
+        if entry.replicates or _has_slow_tier(scenario)
+        else f"{name} keeps nothing that a kill could tear",
+        "tmpfs": "" if entry.replicates or _writes_to_memory(scenario) else f"{name} keeps nothing in memory",
         "one machine": SEVERAL_MACHINES if scenario.launch.nnodes else "",
         "links": "" if scenario.cluster.is_emulated else NO_LINKS,
         "an end": ENDLESS if scenario.cluster.links == "paced" and fault.seconds == 0 else "",
@@ -52,14 +53,13 @@ _NEEDS: Final = {
 
 
 def _has_slow_tier(scenario: Scenario) -> bool:
-    if scenario.system.name in OURS:
-        return scenario.persist.every > 0
-    return SYSTEMS[scenario.system.name].tiers == FILES
+    entry = find(scenario.system.name)
+    return scenario.persist.every > 0 if entry.replicates else entry.writes_files
 
 
 def _writes_to_memory(scenario: Scenario) -> bool:
-    return _has_slow_tier(scenario) and scenario.storage.medium == "tmpfs"
+    return _has_slow_tier(scenario) and file_settings_of(scenario).in_memory
 
 
-def _advice(name: str) -> str:
-    return "use --persist-every N" if name in OURS else "use a system that does"
+def _advice(entry: SystemEntry) -> str:
+    return "use --persist-every N" if entry.replicates else "use a system that does"

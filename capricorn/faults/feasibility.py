@@ -10,6 +10,7 @@ from capricorn.errors import ConfigError
 from capricorn.faults import filler_file as ballast
 from capricorn.faults import memory_cgroup as cgroup
 from capricorn.faults.applicability import why_not
+from capricorn.systems.settings import file_settings_of
 
 
 def check_faults(scenario: Scenario, out: Path) -> None:
@@ -38,4 +39,4 @@ def _slow_tier(scenario: Scenario, out: Path) -> Path:
     """Near enough to tell its file system."""
     if scenario.persist.dir:
         return Path(scenario.persist.dir)
-    return Path(scenario.store.root) if scenario.storage.medium == "tmpfs" else out
+    return Path(scenario.store.root) if file_settings_of(scenario).in_memory else out

@@ -44,6 +44,9 @@ from capricorn.records.samples import (
     write_run,
 )
 from capricorn.runtime.store.node_store import RunLock, find_stores
+from capricorn.stats.run_summary import STORE, summarize
+from capricorn.systems.registry import short_name
+from capricorn.systems.settings import file_settings_of
 from capricorn.trainer.data import prepare
 
 TICK_S: Final = 0.1
@@ -102,7 +105,7 @@ def _launch(scenario: Scenario, out: Path, listener: RunListener, standby: Stand
                 try:
                     _Run(job, ground, listener, interrupts, standby).run()
                 finally:
-                    if scenario.storage.medium == "disk" and not scenario.store.keep:
+                    if not file_settings_of(scenario).in_memory and not scenario.store.keep:
                         # First, as they may have filled the disk; those on tmpfs go with the store.
                         shutil.rmtree(run_dir / CHECKPOINTS, ignore_errors=True)
                     _finish_record(job, started)
@@ -135,7 +138,7 @@ def _make_job(scenario: Scenario, run_id: str, run_dir: Path, store_dir: Path, t
         Storage.create(
             storage_dir, cluster.nodes, rate, emulation.storage_total_bytes_per_s if emulation is not None else None
         )
-    files_dir = run_dir / CHECKPOINTS if scenario.storage.medium == "disk" else store_dir / "files"
+    files_dir = store_dir / "files" if file_settings_of(scenario).in_memory else run_dir / CHECKPOINTS
     files_dir.mkdir(mode=0o700)
     return Job(
         run_id=run_id,
@@ -233,7 +236,7 @@ class _Run:
 
 
 def _new_run_id(scenario: Scenario, started: datetime) -> str:
-    return f"{started:%Y%m%d-%H%M%S}-{scenario.system.name}-{scenario.model.name}-{secrets.token_hex(2)}"
+    return f"{started:%Y%m%d-%H%M%S}-{short_name(scenario.system.name)}-{scenario.model.name}-{secrets.token_hex(2)}"
 
 
 def _finish_record(job: Job, started: datetime) -> None:
@@ -244,9 +247,6 @@ def _finish_record(job: Job, started: datetime) -> None:
 
 
 def _write_record(job: Job, started: datetime) -> None:
-    # pandas takes a while to import and is needed by nothing before.
-    from capricorn.stats.run_summary import STORE
-
     stores = [store for store in find_stores(job.store_dir.parent) if store.path == job.store_dir]
     (job.run_dir / STORE).write_text(json.dumps({"store_bytes": sum(store.num_bytes for store in stores)}))
     write_recoveries(job.run_dir)
@@ -255,15 +255,13 @@ def _write_record(job: Job, started: datetime) -> None:
 
 def record_of(job: Job, run_dir: Path, started: datetime) -> RunRecord:
     """The record of what a run has written so far."""
-    from capricorn.stats.run_summary import summarize
-
     facts = environment(job.scenario.cluster.device)
     summary, verdict = summarize(run_dir, job.scenario, facts.num_cpus)
     return RunRecord(
         run_id=job.run_id,
         started_at=started.isoformat(timespec="seconds"),
         mode="emulated" if job.scenario.emulation else "live",
-        system=job.scenario.system.name,
+        system=short_name(job.scenario.system.name),
         seed=job.scenario.train.seed,
         config=job.scenario,
         environment=facts,

@@ -7,7 +7,7 @@ from typing import Final
 
 from capricorn.config.scenario import Scenario
 from capricorn.errors import CapricornError, ConfigError
-from capricorn.runtime.persist.layout import Manifest, folder_of, is_tier, iterations_in
+from capricorn.runtime.persist.layout import Manifest, folder_of, is_persistent_tier, iterations_in
 
 PERSISTENT: Final = "persistent"
 """Of a run folder: its persistent tier, unless it is to be elsewhere."""
@@ -38,7 +38,7 @@ def check_tier(scenario: Scenario) -> None:
         is_empty = next(root.iterdir(), None) is None
     except OSError as error:
         raise ConfigError(f"--persist-dir {root}: cannot make or read the folder: {error.strerror}") from None
-    if not is_empty and not is_tier(root):
+    if not is_empty and not is_persistent_tier(root):
         raise ConfigError(f"--persist-dir {root} is not empty and holds no checkpoints: name an empty or a new folder")
     for iteration in reversed(iterations_in(root)):
         try:

@@ -25,7 +25,7 @@ from capricorn.faults.feasibility import why_not_here
 from capricorn.planner.placement import recovery_probability
 from capricorn.records.samples import Environment
 from capricorn.sizing.memory import STATE_BYTES_PER_PARAM, Needs, needs_of, total_params
-from capricorn.systems.registry import SYSTEMS
+from capricorn.systems.registry import SYSTEMS, find
 from capricorn.units import Bytes, format_bytes
 
 MIN_PYTHON = (3, 11)
@@ -176,7 +176,7 @@ def _check_torch() -> Check:
 
 def _check_system(name: str, *, is_needed: bool) -> Check:
     """Whether the module of a system is there, and its extra if that is needed; does not import it."""
-    info = SYSTEMS[name]
+    info = find(name)
     module = info.target.partition(":")[0]
     if not info.is_installed:
         return Check(f"system {name}", not is_needed, "not installed", f"module {info.needs}", info.install)
@@ -243,7 +243,7 @@ def _check_faults(scenario: Scenario) -> Iterator[Check]:
 def _foresee_losses(scenario: Scenario) -> Iterator[Check]:
     """How likely memory still holds a copy of every shard when two nodes are lost at once."""
     system, num_nodes = scenario.system, scenario.cluster.nodes
-    if num_nodes >= NUM_LOST and system.every and "peer" in SYSTEMS[system.name].tiers:
+    if num_nodes >= NUM_LOST and system.every and "peer" in find(system.name).tiers:
         probability = recovery_probability(num_nodes, system.replicas, NUM_LOST)
         yield Check("two nodes lost at once", True, f"recoverable with probability {probability:.1%}", "-")
 

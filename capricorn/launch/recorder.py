@@ -27,7 +27,7 @@ from capricorn.records.samples import (
     read_samples,
 )
 from capricorn.systems.interface import CheckpointSystem, Counters, RestoreReport
-from capricorn.trainer.loop import Measured
+from capricorn.trainer.loop import TrainedIteration
 from capricorn.units import Bytes, Seconds
 
 PERSISTS: Final = ("persisted", "failed_persists", "skipped_persists")
@@ -91,7 +91,7 @@ class Recorder(TrainerHook):
         append(self._dir / EVENTS, EventSample.model_validate(values))
         self._before = replace(now)
 
-    def iteration(self, measured: Measured) -> None:
+    def iteration(self, measured: TrainedIteration) -> None:
         """Writes the sample of a finished iteration, and what was collected during it."""
         now, before = self._system.counters(), self._before
         sample = IterationSample(

@@ -8,19 +8,19 @@ from pathlib import Path
 from statistics import median
 
 from capricorn.config.scenario import Scenario
-from capricorn.config.system_settings import AUTO, SWEEP, GeminiConfig
 from capricorn.errors import CapricornError
 from capricorn.launch.launcher import RunListener, launch
-from capricorn.planner.gemini_planner import UNPLANNED, num_swept, swept_factor
+from capricorn.planner.gemini_planner import AUTO, SWEEP, UNPLANNED, GeminiStagedSettings, num_swept, swept_factor
 from capricorn.records.samples import ITERATIONS, IterationSample, read_samples
+from capricorn.systems.registry import find
+from capricorn.systems.settings import settings_of, with_options
 from capricorn.units import Seconds
-
-TUNED = ("gemini", "gemini-staged")
 
 
 def needs_tuning(scenario: Scenario) -> bool:
     """Whether a run of it has to be preceded by `tune`."""
-    return scenario.system.name in TUNED and scenario.gemini.mu == AUTO
+    tunes = find(scenario.system.name).tunes
+    return bool(tunes) and getattr(settings_of(scenario), tunes) == AUTO
 
 
 def tune(scenario: Scenario, out: Path, listener: RunListener) -> tuple[Scenario, str]:
@@ -32,25 +32,26 @@ def tune(scenario: Scenario, out: Path, listener: RunListener) -> tuple[Scenario
         CapricornError: that run failed.
     """
     if scenario.system.every == 0 or scenario.system.replicas == 1:
-        return _with(scenario, mu=1.0), ""
+        return with_options(scenario, mu=1.0), ""
     folder = launch(sweep_of(scenario), out, listener)
-    durations_s = durations_by_factor(scenario.gemini, read_samples(folder / ITERATIONS, IterationSample))
+    durations_s = durations_by_factor(settings_of(scenario), read_samples(folder / ITERATIONS, IterationSample))
     if not durations_s:
-        raise CapricornError(f"no iteration of {folder} was timed, so mu is not known; set gemini.mu")
+        raise CapricornError(f"no iteration of {folder} was timed, so mu is not known; set system.options.mu")
     best = min(durations_s, key=lambda factor: median(durations_s[factor]))
-    return _with(scenario, mu=best, tuned_in=folder.name), folder.name
+    return with_options(scenario, mu=best, tuned_in=folder.name), folder.name
 
 
 def sweep_of(scenario: Scenario) -> Scenario:
     """The run in which the factors are tried: the same work, cut off when each has had its iterations."""
-    config = scenario.gemini
+    config = settings_of(scenario)
     iterations = config.profile_iterations + UNPLANNED + num_swept(config) + 1
     train = scenario.train.model_copy(update={"iterations": iterations, "warmup": config.profile_iterations})
     system = scenario.system.model_copy(update={"every": 1})
-    return _with(scenario, mu=SWEEP).model_copy(update={"train": train, "system": system, "faults": ()})
+    swept = scenario.model_copy(update={"train": train, "system": system, "faults": ()})
+    return with_options(swept, mu=SWEEP)
 
 
-def durations_by_factor(config: GeminiConfig, samples: Iterable[IterationSample]) -> dict[float, list[Seconds]]:
+def durations_by_factor(config: GeminiStagedSettings, samples: Iterable[IterationSample]) -> dict[float, list[Seconds]]:
     """By factor: how long the iterations were in which checkpoints left by a plan with it, on the slowest rank.
 
     A checkpoint leaves in the iteration after its own, and the first ones are not planned.
@@ -61,7 +62,9 @@ def durations_by_factor(config: GeminiConfig, samples: Iterable[IterationSample]
     slowest_s: dict[int, Seconds] = defaultdict(float)
     for sample in samples:
         if sample.attempt:
-            raise CapricornError("the run that tries the factors was started again, so it tells nothing; set gemini.mu")
+            raise CapricornError(
+                "the run that tries the factors was started again, so it tells nothing; set system.options.mu"
+            )
         slowest_s[sample.iteration] = max(slowest_s[sample.iteration], sample.duration_s)
     durations_s: dict[float, list[Seconds]] = defaultdict(list)
     for number in range(num_swept(config)):
@@ -69,7 +72,3 @@ def durations_by_factor(config: GeminiConfig, samples: Iterable[IterationSample]
         if iteration in slowest_s:
             durations_s[swept_factor(number)].append(slowest_s[iteration])
     return dict(durations_s)
-
-
-def _with(scenario: Scenario, **settings: float | str) -> Scenario:
-    return scenario.model_copy(update={"gemini": scenario.gemini.model_copy(update=settings)})

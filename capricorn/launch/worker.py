@@ -33,8 +33,9 @@ from capricorn.runtime.comm.collectives import maximum, share_text
 from capricorn.runtime.persist.layout import iterations_in
 from capricorn.systems.interface import CheckpointSystem, JobContext
 from capricorn.systems.registry import load_system
+from capricorn.systems.settings import settings_of
 from capricorn.trainer.loop import StallMeter, Trainer
-from capricorn.trainer.training import Training
+from capricorn.trainer.training import RankTraining
 
 LEFT: Final = b"left"
 
@@ -103,7 +104,7 @@ class Worker:
         emulation, model = job.scenario.emulation, job.scenario.model
         self._pacer = Pacer(emulation.pace, model, self._rank, place.world_size) if emulation else None
         self._routes = self._open_routes()
-        self._training: Training | None = None
+        self._training: RankTraining | None = None
         self._iteration = 0
         self._is_training = False
         self._start_anew()
@@ -173,7 +174,7 @@ class Worker:
 
     def _make_ready(self, device: torch.device) -> None:
         if self._training is None:
-            self._training = Training(self._job, self._rank, device, self._routes)
+            self._training = RankTraining(self._job, self._rank, device, self._routes)
         else:
             self._training.rejoin()
         training = self._training
@@ -184,7 +185,7 @@ class Worker:
         self._restore()
         meter = StallMeter(self._system)
         faults = self._job.scenario.faults
-        hooks = (meter, injector if faults else None, training.loads, self._recorder, self._pacer)
+        hooks = (meter, injector if faults else None, training.forced_routing, self._recorder, self._pacer)
         hook = HookChain(hook for hook in hooks if hook is not None)
         self._trainer = Trainer(training.model, training.optimizer, training.batches, device, meter, hook)
 
@@ -211,10 +212,7 @@ class Worker:
             store_tap=injector.store_tap,
             storage_dir=self._job.storage_dir,
             files_dir=self._job.files_dir,
-            gemini=scenario.gemini,
-            storage=scenario.storage,
-            torchsnapshot=scenario.torchsnapshot,
-            dcp=scenario.dcp,
+            settings=settings_of(scenario),
             persist=scenario.persist,
             persist_dir=self._job.persist_dir,
             model=scenario.model.name,

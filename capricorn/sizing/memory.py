@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from capricorn.config.scenario import ModelConfig, Scenario
+from capricorn.systems.registry import find
+from capricorn.systems.settings import SystemSettings, file_settings_of, settings_of
 from capricorn.topology import expert_split
 from capricorn.units import KIB, MIB, Bytes
 
@@ -19,12 +21,6 @@ NUM_SLOTS = 2
 """Iterations the store keeps of each copy: the newest complete one and the one being written."""
 SLOT_OVERHEAD_BYTES = 32 * KIB
 """Of a slot: header page, checksum table, random state, step counts, padding, and its share of the manifest."""
-
-FILE_SYSTEMS = frozenset({"torchsnapshot", "torch-save", "dcp", "dcp-async", "torch-checkpointing"})
-"""Systems that write files instead of keeping replicas in memory."""
-
-REPLICATING_SYSTEMS = frozenset({"capricorn", "blocking", "gemini", "gemini-staged"})
-"""Systems that keep replicas in memory by our own runtime, which can also persist them."""
 
 MLA_Q_RANK, MLA_KV_RANK, MLA_ROPE_DIM = 1536, 512, 64
 """Latent widths of multi-head latent attention. Source: DeepSeek-V3, section 4.2."""
@@ -116,7 +112,7 @@ def needs_of(scenario: Scenario, *, cuda: bool) -> Needs:
     device = 8 * (dense + held) + 8 * (held + dense_share) + activation_bytes(model, 2 if cuda else 4)
     nodes_here = 1 if scenario.launch.nnodes else topology.num_nodes
     ranks_here = nodes_here * topology.ranks_per_node
-    buffers = min(scenario.gemini.buffer_bytes, scenario.gemini.num_buffers * shard) if _sends_live(scenario) else 0
+    buffers = _buffer_bytes(scenario, shard)
     writer = AGENT_BYTES if _persists(scenario) else 0
     processes = (
         AGENT_BYTES * (nodes_here + 1) + (WORKER_BYTES + writer + buffers + (0 if cuda else device)) * ranks_here
@@ -124,25 +120,28 @@ def needs_of(scenario: Scenario, *, cuda: bool) -> Needs:
     return Needs(shard, device, processes, _store_bytes(scenario, nodes_here, shard))
 
 
-def _sends_live(scenario: Scenario) -> bool:
-    """Whether replicas are sent from the live state, through buffers."""
-    return scenario.system.name == "gemini" and scenario.system.every > 0 and scenario.system.replicas > 1
+def _buffer_bytes(scenario: Scenario, shard_bytes: Bytes) -> Bytes:
+    """Returns what the system itself needs of host memory, a rank, if it sends anything."""
+    settings = settings_of(scenario)
+    sends = scenario.system.every > 0 and scenario.system.replicas > 1
+    return settings.buffer_bytes_of(shard_bytes) if sends and isinstance(settings, SystemSettings) else 0
 
 
 def _persists(scenario: Scenario) -> bool:
     """Whether checkpoints in memory are also written to disk, each rank by a process of its own."""
     system = scenario.system
-    return system.name in REPLICATING_SYSTEMS and system.every > 0 and scenario.persist.every > 0
+    return find(system.name).replicates and system.every > 0 and scenario.persist.every > 0
 
 
 def _store_bytes(scenario: Scenario, num_nodes: int, shard_bytes: Bytes) -> Bytes:
     """What so many of the nodes take of tmpfs."""
-    topology, system, storage = scenario.topology, scenario.system, scenario.storage
-    if system.name == "none" or not system.every:
+    topology, system, entry = scenario.topology, scenario.system, find(scenario.system.name)
+    if entry.kind == "nothing" or not system.every:
         return 0
     state_bytes = STATE_BYTES_PER_PARAM * total_params(scenario.model)
-    if system.name in FILE_SYSTEMS:
-        return (storage.keep + 1) * state_bytes if storage.medium == "tmpfs" else 0
+    if entry.writes_files:
+        files = file_settings_of(scenario)
+        return (files.keep + 1) * state_bytes if files.in_memory else 0
     num_copies = NUM_SLOTS * system.replicas + _persists(scenario)
     slot_overhead_bytes = SLOT_OVERHEAD_BYTES + 8 * (shard_bytes // system.block_bytes)
     overhead_bytes = num_copies * num_nodes * topology.ranks_per_node * slot_overhead_bytes

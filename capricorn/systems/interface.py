@@ -1,4 +1,4 @@
-"""The interfaces of a checkpointing system and of the machinery such systems share. Interfaces only: no torch."""
+"""The interface of a checkpointing system: what it is given, what it must do, what it tells. No torch at import."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import abc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias
+
+from pydantic import BaseModel
 
 from capricorn.config.planner import PlannerConfig
-from capricorn.config.scenario import SystemConfig
-from capricorn.config.system_settings import DcpConfig, GeminiConfig, PersistConfig, StorageConfig, TorchSnapshotConfig
+from capricorn.config.scenario import PersistConfig, SystemConfig
 from capricorn.hooks import TrainerHook
 from capricorn.topology import Topology
 from capricorn.units import Bytes, BytesPerSecond, Seconds
@@ -18,6 +19,12 @@ from capricorn.units import Bytes, BytesPerSecond, Seconds
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
+
+    from capricorn.runtime.save.flat_state import FlatState
+
+Kind: TypeAlias = Literal["replicates", "files", "nothing", "own"]
+"""What a system does with a state: replicates it through the memory store of the shared runtime, writes it to files,
+nothing, or something of its own."""
 
 
 class PacedRoute(Protocol):
@@ -52,41 +59,15 @@ class JobContext:
     """Clocks of a modelled storage; what is written to storage or read from it must be charged to them."""
     files_dir: Path | None = None
     """Folder for files that all nodes reach and that outlives them; made and removed by the launcher."""
-    gemini: GeminiConfig = field(default_factory=GeminiConfig)
     persist: PersistConfig = field(default_factory=PersistConfig)
     persist_dir: Path | None = None
     """Folder of the persistent tier, which all nodes reach; made by the launcher, and left as it is."""
     model: str = ""
     """Its name, if known."""
-    storage: StorageConfig = field(default_factory=StorageConfig)
-    torchsnapshot: TorchSnapshotConfig = field(default_factory=TorchSnapshotConfig)
-    dcp: DcpConfig = field(default_factory=DcpConfig)
+    settings: Any = None
+    """The settings of the attached system, an instance of its own model; None if it has none."""
     store_tap: Callable[[str], None] | None = None
     """Called right before each change of this rank's part of the memory store, with what it is."""
-
-
-class ShardState(Protocol):
-    """The state one rank owns, as a flat range of bytes that has the same layout in every iteration."""
-
-    @property
-    def num_bytes(self) -> Bytes: ...
-
-    @property
-    def digest(self) -> int:
-        """64-bit digest of the layout; copies with another digest are refused."""
-        ...
-
-    def manifest(self) -> dict[str, Any]:
-        """The layout as JSON: keys, dtypes, shapes, offsets, aliases."""
-        ...
-
-    def capture(self) -> None:
-        """Takes the small values that do not wait for the next update (RNG, data position); after each update."""
-        ...
-
-    def publish(self) -> None:
-        """Makes what was just restored effective: sets RNG and position, gives replicated parameters to all ranks."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,19 +81,6 @@ class Copy:
     path: Path
     num_bytes: Bytes = 0
     attempt: int = 0
-
-
-class MemoryStore(Protocol):
-    """One node's copies. A copy is seen by `inventory` as complete only after `commit`."""
-
-    def begin(self, owner: int, iteration: int, keep: int) -> Any:
-        """Starts writing into a slot that holds nothing newer than needed: `keep` and later iterations stay."""
-        ...
-
-    def commit(self, copy: Any) -> None: ...
-    def abort(self, copy: Any) -> None: ...
-    def inventory(self) -> list[Copy]: ...
-    def read(self, owner: int, iteration: int) -> Any: ...
 
 
 @dataclass(slots=True)
@@ -203,14 +171,27 @@ class CheckpointSystem(TrainerHook, abc.ABC):
     `drain`, and never ends the training.
     """
 
-    name: ClassVar[str]
+    kind: ClassVar[Kind] = "own"
+    tiers: ClassVar[tuple[str, ...]] = ()
+    """Tiers it restores from, of `local`, `peer` and `persistent`; those of its kind if empty."""
+    survives: ClassVar[frozenset[str] | None] = None
+    """Kinds of failures after which it still has a checkpoint; those of its kind if None."""
+    profiles_first: ClassVar[bool] = False
+    """Whether it watches the first iterations, `profile_iterations` of its settings, before its first checkpoint."""
+    settings: ClassVar[type[BaseModel] | None] = None
+    """The model that checks `system.options`; None if it has no options."""
     first_iteration: int = 1
     """The first one that it would checkpoint, known after `attach`: some watch the training before."""
     can_be_replaced: ClassVar[bool] = False
     """Whether another may be attached in this process once it was closed after a failure: nothing of it lives on."""
 
+    @classmethod
+    def settings_in(cls, job: JobContext) -> Any:
+        """Returns the settings that the job gives this system, or those by default; None if it has no options."""
+        return job.settings if job.settings is not None or cls.settings is None else cls.settings()
+
     @abc.abstractmethod
-    def attach(self, job: JobContext, state: ShardState) -> None:
+    def attach(self, job: JobContext, state: FlatState) -> None:
         """Makes ready to save and restore; collective over all ranks.
 
         Raises:

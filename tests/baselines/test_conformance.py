@@ -13,10 +13,11 @@ from typing import Any
 import psutil
 import pytest
 import torch.distributed as dist
+from capricorn.baselines.file_settings import DcpSettings
 
-from capricorn.config.system_settings import DcpConfig, StorageConfig
 from capricorn.errors import CapricornError, NoCompleteCheckpointError
 from capricorn.systems.registry import SYSTEMS
+from capricorn.systems.settings import FileSettings
 from tests.support.conformance import NUM_RANKS, Case, Toy, case_of, children_of, live, make_folder
 from tests.support.runs import flip_byte, polls
 
@@ -28,7 +29,7 @@ WITH_PROCESS = {"torch-checkpointing"}
 """Systems that start a process, which takes seconds."""
 CASES = [case_of(name) for name, info in SYSTEMS.items() if info.is_installed]
 SAVING = [case for case in CASES if case.system not in NOTHING]
-PROCESS = Case("dcp-async", {"dcp": DcpConfig(mode="process")}, timeout_s=20.0)
+PROCESS = Case("dcp-async", {"settings": DcpSettings(mode="process")}, timeout_s=20.0)
 
 
 def first_life(rank: int, folder: Path, case: Case) -> dict[str, Any]:
@@ -190,7 +191,7 @@ def test_a_system_may_be_closed_twice_and_leaves_nothing(case: Case, lives: Live
 def test_what_is_kept_does_not_grow(case: Case, lives: Lives) -> None:
     first, _, folder = lives(case)
     kept = [path for path in (folder / "files").iterdir() if path.is_dir()]
-    assert len(kept) <= StorageConfig().keep, kept
+    assert len(kept) <= FileSettings().keep, kept
     num_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     # At most three iterations of the twelve, each of them twice.
     assert num_bytes <= 1.1 * 3 * 2 * sum(life["num_bytes"] for life in first)
@@ -223,7 +224,7 @@ def outlive_a_peer(case: Case, folder: Path, how: int) -> None:
         iteration = life["restored"]["iteration"]
         assert iteration in (survivor["last"], survivor["last"] + 1)
         assert_restored(case, life["restored"], iteration)
-    assert len(list((folder / "files").iterdir())) <= StorageConfig().keep
+    assert len(list((folder / "files").iterdir())) <= FileSettings().keep
 
 
 @pytest.mark.parametrize("case", [quick_or_slow(case) for case in CASES], ids=str)

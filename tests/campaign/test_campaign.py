@@ -29,12 +29,12 @@ from capricorn.campaign.verdict import PHASES, Judgement
 from capricorn.compare.compare_record import parse_variants
 from capricorn.config.fault_spec import FAULT_KINDS, KINDS, LINK_KINDS, FaultSpec
 from capricorn.config.fields import validate
-from capricorn.config.resolve import override
 from capricorn.config.scenario import Scenario
 from capricorn.errors import ConfigError
 from capricorn.faults.applicability import why_not
 from capricorn.report.terminal.campaign_table import campaign_markdown, case_lines, grid_of, outcome_line
 from capricorn.sizing.scale import scale
+from capricorn.systems.settings import override, settings_of
 from tests.support.judged import undisturbed
 from tests.support.recorded import scenario
 
@@ -186,7 +186,7 @@ def test_a_case_runs_with_its_failure_alone_under_its_system() -> None:
     cases, _ = plan_cases(asked("gemini:gemini.mu=0.5", faults=["kill@rank=1,iteration=4", "kill-all@iteration=5"]))
     config = scenario_of({GIVEN: scenario()}, parse_variants(["gemini:gemini.mu=0.5"])[0], cases[1])
     assert config.faults == (FaultSpec.parse("kill-all@iteration=5"),)
-    assert (config.system.name, config.gemini.mu) == ("gemini", 0.5)
+    assert (config.system.name, settings_of(config).mu) == ("gemini", 0.5)
 
 
 def test_the_command_that_repeats_a_case_says_all_and_can_be_pasted() -> None:

@@ -19,7 +19,6 @@ from capricorn.campaign.economics import (
 )
 from capricorn.campaign.sampling import schedule
 from capricorn.campaign.verdict import Outcome
-from capricorn.config.resolve import override
 from capricorn.errors import CapricornError, ConfigError
 from capricorn.report.terminal.economics_table import (
     economics_markdown,
@@ -28,6 +27,7 @@ from capricorn.report.terminal.economics_table import (
     mean_stall_s,
     measured,
 )
+from capricorn.systems.settings import override
 from tests.support.judged import digests, event, recovery, sample
 from tests.support.recorded import scenario
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from capricorn.campaign.verdict import Outcome, difference, reference_of, survives
 from capricorn.config.fault_spec import FaultSpec
-from capricorn.config.resolve import override
 from capricorn.errors import CapricornError
+from capricorn.systems.settings import override
 from tests.support.judged import digests, event, judged, outcome, recovery, sample, undisturbed
 from tests.support.recorded import NUM_ITERATIONS, NUM_RANKS, scenario
 

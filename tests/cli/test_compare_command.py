@@ -14,6 +14,7 @@ from capricorn.errors import CapricornError, ConfigError
 from capricorn.launch import preflight as machine
 from capricorn.launch.launcher import RunListener
 from capricorn.records.samples import ITERATIONS, IterationSample, read_run, read_samples
+from capricorn.systems.settings import settings_of, with_options
 from tests.cli.test_cli import cli, python
 from tests.support.comparisons import SYSTEMS, TINY, Systems, compared, finished, folder_of, scenario_of
 from tests.support.runs import command
@@ -128,14 +129,13 @@ class Tuning:
 
     @staticmethod
     def needs_tuning(scenario: Scenario) -> bool:
-        return scenario.system.name == "gemini" and scenario.gemini.mu == "auto"
+        return scenario.system.name == "gemini" and settings_of(scenario).mu == "auto"
 
     def tune(self, scenario: Scenario, out: Path, listener: RunListener) -> tuple[Scenario, str]:
         self.calls.append(scenario)
         if self.end:
             raise self.end
-        gemini = scenario.gemini.model_copy(update={"mu": 0.85, "tuned_in": "SWEEP"})
-        return scenario.model_copy(update={"gemini": gemini}), "SWEEP"
+        return with_options(scenario, mu=0.85, tuned_in="SWEEP"), "SWEEP"
 
 
 @pytest.fixture
@@ -154,10 +154,13 @@ def test_a_factor_is_tuned_once_and_kept_for_all_repeats_and_a_resume(
     compared(capsys, *TINY, *asked, code=130)
     report = compared(capsys, "compare", "--resume", folder_of(tmp_path))
     assert len(tuning.calls) == 1
-    assert {each.gemini.mu for each in launcher.scenarios if each.system.name == "gemini"} == {0.85}
+    assert {settings_of(each).mu for each in launcher.scenarios if each.system.name == "gemini"} == {0.85}
     assert report["rows"][1]["notes"] == ["mu 0.85, tuned in SWEEP"]
     tuned = read_compare(folder_of(tmp_path)).comparisons[0].tuned["gemini"]
-    assert (tuned.run_id, set(tuned.assignments)) == ("SWEEP", {"gemini.mu=0.85", "gemini.tuned_in=SWEEP"})
+    assert (tuned.run_id, set(tuned.assignments)) == (
+        "SWEEP",
+        {"system.options.mu=0.85", "system.options.tuned_in=SWEEP"},
+    )
 
 
 def test_a_variant_that_cannot_be_tuned_fails_once_and_the_others_go_on(
@@ -245,12 +248,12 @@ def test_a_machine_that_is_too_small_for_one_of_them_starts_none(
 
 
 def test_a_variant_is_spelled_as_it_is_parsed() -> None:
-    text = "torchsnapshot:storage.medium=tmpfs:train.iterations=12"
+    text = "gemini:mu=0.5:train.iterations=12"
     variant = Variant.parse(f" {text} ")
-    assert variant.assignments == ("storage.medium=tmpfs", "train.iterations=12")
+    assert variant.assignments == ("mu=0.5", "train.iterations=12")
     assert variant.label == text
-    scenario = Variant.parse("gemini:storage.medium=tmpfs:train.iterations=6").of(scenario_of())
-    assert (scenario.system.name, scenario.storage.medium, scenario.train.iterations) == ("gemini", "tmpfs", 6)
+    scenario = Variant.parse("gemini:mu=0.5:train.iterations=6").of(scenario_of())
+    assert (scenario.system.name, settings_of(scenario).mu, scenario.train.iterations) == ("gemini", 0.5, 6)
     assert [each.label for each in parse_variants(["gemini", "gemini:gemini.mu=0.9"])] == [
         "gemini", "gemini:gemini.mu=0.9",
     ]  # fmt: skip

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from capricorn.compare.compare_record import CompareRecord, PlannedComparison, parse_variants, write_compare
-from capricorn.compare.finished import load_comparisons
-from capricorn.compare.results import compare_runs
+from capricorn.compare.comparison import compare_runs
+from capricorn.compare.finished_runs import load_comparisons
 from tests.support.comparisons import ENVIRONMENT, Runs, rows_of, scenario_of, show, write_folder, write_runs
 
 
@@ -19,9 +19,9 @@ def runs(tmp_path: Path) -> Runs:
 
 
 def test_it_is_noted_what_was_tuned_and_where_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from capricorn.systems.registry import SYSTEMS, SystemInfo
+    from capricorn.systems.registry import SYSTEMS, SystemEntry
 
-    monkeypatch.setitem(SYSTEMS, "filing", SystemInfo("x:y", "writes files", ("persistent",)))
+    monkeypatch.setitem(SYSTEMS, "filing", SystemEntry("filing", "x:y", "writes files", "files", ("persistent",)))
     tuned = scenario_of("gemini", gemini={"mu": 0.85, "tuned_in": "SWEEP"})
     filed = scenario_of("filing", storage={"medium": "tmpfs", "fsync": True})
     rows = rows_of(

@@ -7,13 +7,16 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from capricorn.compare.compare_record import flat_settings
+from capricorn.config import resolve
 from capricorn.config.cluster import ClusterConfig
 from capricorn.config.fault_spec import KINDS, FaultSpec
 from capricorn.config.fields import validate
 from capricorn.config.presets import MODELS
-from capricorn.config.resolve import load_model, override, parse_ckpt
+from capricorn.config.resolve import load_model, parse_ckpt
 from capricorn.config.scenario import LaunchConfig, Scenario, SystemConfig, TrainConfig
 from capricorn.errors import ConfigError
+from capricorn.systems.settings import override
 
 TINY = Scenario(model=load_model("mixtral-tiny"))
 
@@ -57,6 +60,39 @@ def test_overrides_take_the_type_of_their_field() -> None:
     assert changed.train.lr == 1e-4
     assert changed.store.keep is True
     assert changed.store.root == "/mnt/a=b"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "text", "value"),
+    [
+        ("system.give_way", "system.idle_priority", "false", False),
+        ("gemini.mu", "system.options.mu", "0.5", 0.5),
+        ("storage.medium", "system.options.medium", "tmpfs", "tmpfs"),
+    ],
+)
+def test_a_key_of_an_earlier_version_still_sets_its_field_and_says_so(
+    old: str, new: str, text: str, value: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    resolve._note_once.cache_clear()
+    system = "torchsnapshot" if "medium" in old else "gemini"
+    changed = override(TINY, [f"system.name={system}", f"{old}={text}"])
+    assert flat_settings(changed)[new] == value
+    resolve.note_older([f"{old}={text}", f"{new}={text}", f"{old}={text}"])
+    assert capsys.readouterr().err == f"note: {old} is now {new}\n"
+
+
+def test_every_renamed_key_is_known_by_its_new_name_alone() -> None:
+    tree = TINY.model_dump()
+    for old, new in resolve.RENAMED.items():
+        section, _, field = new.partition(".")
+        assert field in tree[section]
+        assert old.partition(".")[2] not in tree[section]
+
+
+def test_records_of_an_earlier_version_are_read_by_the_names_of_today() -> None:
+    system = TINY.system.model_dump()
+    old = {key: value for key, value in system.items() if key != "idle_priority"} | {"give_way": False}
+    assert SystemConfig.model_validate(old) == TINY.system.model_copy(update={"idle_priority": False})
 
 
 def test_the_later_of_two_overrides_wins() -> None:

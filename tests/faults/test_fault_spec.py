@@ -15,7 +15,6 @@ import pytest
 from capricorn.config.cluster import ClusterConfig
 from capricorn.config.fault_spec import KINDS
 from capricorn.config.fields import validate
-from capricorn.config.resolve import override
 from capricorn.config.scenario import Scenario
 from capricorn.errors import ConfigError
 from capricorn.faults import filler_file as ballast
@@ -28,6 +27,7 @@ from capricorn.faults.kill_point import Countdown
 from capricorn.faults.process_registry import ProcessName
 from capricorn.records.samples import EVENTS, EventSample, read_samples
 from capricorn.runtime.store.node_store import NodeStore
+from capricorn.systems.settings import override
 from capricorn.topology import Topology
 from tests.support.mounts import tmpfs
 from tests.support.struck import DEADLINE_S, LAYOUT, TINY, damaged, fault, in_child, make_job, save, with_faults
@@ -207,7 +207,7 @@ def test_a_copy_that_was_cut_short_is_given_up_and_its_place_used_again(tmp_path
     job = make_job(tmp_path)
     damage_copies(fault("truncate@rank=1,iteration=5"), job, 1)
     store = NodeStore.open(job.node_dir(1))
-    store.host(1, LAYOUT)
+    store.open_slots(1, LAYOUT)
     assert store.iterations(1) == [3]
     save(store, 1, 5)
     assert store.iterations(1) == [5, 3] or store.iterations(1) == [3, 5]
@@ -232,7 +232,7 @@ def test_a_store_tells_of_every_change_before_it_is_made(tmp_path: Path) -> None
     NodeStore.create(tmp_path / "node", "run", 0, Topology(1, 1))
     store = NodeStore.open(tmp_path / "node", calls.append)
     store.write_manifest(0, "{}")
-    store.host(0, LAYOUT)
+    store.open_slots(0, LAYOUT)
     save(store, 0, 1)
     store.forget_after(0)
     store.close()
@@ -266,7 +266,7 @@ def test_a_process_is_killed_right_before_the_change_of_its_store_that_was_asked
     def write() -> None:
         countdown = Countdown()
         store = NodeStore.open(tmp_path / "node", countdown.tap)
-        store.host(0, LAYOUT)
+        store.open_slots(0, LAYOUT)
         save(store, 0, 1)
         countdown.start(5, [])
         save(store, 0, 2)

@@ -18,21 +18,30 @@ from hypothesis import strategies as st
 from capricorn.config.fields import validate
 from capricorn.config.resolve import load_model
 from capricorn.config.scenario import Scenario
-from capricorn.config.system_settings import GeminiConfig
 from capricorn.errors import CapricornError, ConfigError
 from capricorn.launch import tuning
 from capricorn.launch.launcher import RunListener
-from capricorn.planner.gemini_planner import FACTORS, UNPLANNED, GeminiPlanner, num_swept, partition, swept_factor
+from capricorn.planner.gemini_planner import (
+    FACTORS,
+    UNPLANNED,
+    GeminiPlanner,
+    GeminiSettings,
+    num_swept,
+    partition,
+    swept_factor,
+)
 from capricorn.planner.link_model import LinkModel
 from capricorn.planner.plan import Plan
 from capricorn.records.samples import append
 from capricorn.runtime.save.flat_state import FlatState
 from capricorn.runtime.save.live_source import CutStager, LiveSource
-from capricorn.runtime.save.staging import HostStager
+from capricorn.runtime.save.staging import CpuStager
 from capricorn.runtime.store.slot import Layout, Slot, checksum
+from capricorn.systems.settings import settings_of, with_options
 from tests.planner.test_profile import profile
 from tests.runtime.test_planned_system import Training
 from tests.stats.test_run_summary import sample
+from tests.support.plans import overflow_bytes
 from tests.support.spawn import run_ranks
 
 KIB = 1 << 10
@@ -109,7 +118,7 @@ def test_what_does_not_fit_goes_into_the_last_span_whatever_its_length() -> None
     plan = cut([0.011, 0.0001])
     assert sum(chunk.num_bytes for chunk in plan.chunks if chunk.span == 1) == 90_000
     assert plan.limits[1].num_bytes == 90_000
-    assert plan.overflow_bytes == 0
+    assert overflow_bytes(plan) == 0
 
 
 def test_as_many_copies_are_sent_as_there_are_remote_replicas_and_not_one_more() -> None:
@@ -128,7 +137,7 @@ def test_a_smaller_factor_leaves_more_for_later_spans() -> None:
 
 
 def planner(mu: float | str = 0.7, **config: Any) -> GeminiPlanner:
-    settings = GeminiConfig.model_validate({"mu": mu, "profile_iterations": 3, "buffer_bytes": 40_000} | config)
+    settings = GeminiSettings.model_validate({"mu": mu, "profile_iterations": 3, "buffer_bytes": 40_000} | config)
     return GeminiPlanner(settings, rank=0, num_remote=1, shard_bytes=100_000)
 
 
@@ -177,7 +186,7 @@ def test_without_a_profile_or_a_measured_link_all_goes_as_soon_as_it_can() -> No
 
 
 def test_a_sweep_tries_each_factor_as_often_and_the_first_plan_not_at_all() -> None:
-    tried = Counter(map(swept_factor, range(num_swept(GeminiConfig()))))
+    tried = Counter(map(swept_factor, range(num_swept(GeminiSettings()))))
     assert set(tried) == set(FACTORS)
     assert len(set(tried.values())) == 1
     one = watched("sweep")
@@ -192,13 +201,13 @@ def test_a_sweep_tries_each_factor_as_often_and_the_first_plan_not_at_all() -> N
 @pytest.mark.parametrize("mu", [0.0, -0.5, 1.01])
 def test_a_factor_out_of_range_is_refused(mu: float) -> None:
     with pytest.raises(ConfigError, match="safety factor"):
-        validate(GeminiConfig, {"mu": mu}, "gemini")
+        validate(GeminiSettings, {"mu": mu}, "gemini")
 
 
 @pytest.mark.parametrize("num_buffers", [2000, 40])
 def test_sub_buffers_of_nearly_nothing_are_refused(num_buffers: int) -> None:
     with pytest.raises(ConfigError, match="a smaller"):
-        validate(GeminiConfig, {"buffer_bytes": "32KiB", "num_buffers": num_buffers}, "gemini")
+        validate(GeminiSettings, {"buffer_bytes": "32KiB", "num_buffers": num_buffers}, "gemini")
 
 
 # --- direct path -------------------------------------------------------------------------------------------------
@@ -223,25 +232,25 @@ def test_the_live_source_reads_what_a_slot_would_hold(tmp_path: Path, buffer_byt
     state = odd_state()
     layout = Layout(state.num_bytes, 4096, state.digest)
     slot = Slot(tmp_path / "slot", 0, layout)
-    list(HostStager(state, [slot]).copy(slot))
+    list(CpuStager(state, [slot]).copy(slot))
     cpu = torch.device("cpu")
     live = LiveSource(state, layout, cpu, buffer_bytes=buffer_bytes, num_buffers=num_buffers)
     for change in (0.0, 1.0):
         state.tensors["a"].add_(change)
-        list(HostStager(state, [slot]).copy(slot))
+        list(CpuStager(state, [slot]).copy(slot))
         live.begin()
         for index in range(layout.num_blocks):
             block = layout.block(index)
             middle = (block.start + block.stop) // 2
-            assert bytes(live.part(block.start, middle)) == bytes(slot.payload[block.start : middle])
-            assert bytes(live.part(middle, block.stop)) == bytes(slot.payload[middle : block.stop])
-            assert live.check(index) == checksum(slot.payload[block])
+            assert bytes(live.view(block.start, middle)) == bytes(slot.payload[block.start : middle])
+            assert bytes(live.view(middle, block.stop)) == bytes(slot.payload[middle : block.stop])
+            assert live.checksum(index) == checksum(slot.payload[block])
 
 
 def test_the_local_copy_is_made_while_training_communicates_and_at_no_other_time(tmp_path: Path) -> None:
     state = odd_state()
     slot = Slot(tmp_path / "slot", 0, Layout(state.num_bytes, 4096, state.digest))
-    stager = CutStager(HostStager(state, [slot]), patience_s=0.01)
+    stager = CutStager(CpuStager(state, [slot]), patience_s=0.01)
     blocks = stager.copy(slot)
     begin = time.monotonic()
     assert next(blocks) == 0
@@ -256,14 +265,14 @@ class Job(Training):
     def __init__(
         self, rank: int, num_nodes: int, folder: str, system: type[Any], attempt: int = 0, **config: Any
     ) -> None:
-        gemini = GeminiConfig(mu=0.7, profile_iterations=3, buffer_bytes=256 * KIB)
-        super().__init__(rank, num_nodes, Path(folder), attempt, system=system, gemini=gemini, **config)
+        gemini = GeminiSettings(mu=0.7, profile_iterations=3, buffer_bytes=256 * KIB)
+        super().__init__(rank, num_nodes, Path(folder), attempt, system=system, options=gemini, **config)
 
 
 def save_and_restore(rank: int, num_nodes: int, folder: str, system: type[Any], replicas: int) -> dict[str, Any]:
     job = Job(rank, num_nodes, folder, system, replicas=replicas)
     planned = job.run(1, 12)
-    waiting = job.system._completion.pending is not None
+    waiting = job.system._commit_tracker.pending is not None
     job.system.drain(10.0)
     completed = job.system.take_completed()
     job.system.close()
@@ -308,7 +317,7 @@ def update_at_once(rank: int, num_nodes: int, folder: str) -> bool:
     for iteration in range(1, 9):
         job.run(iteration, iteration)
         job.system.before_update(iteration + 1)
-        save = job.system._completion.pending
+        save = job.system._commit_tracker.pending
         out.append(save is None or save.is_settled)
         job.system.after_update(iteration)
     job.system.drain(10.0)
@@ -364,7 +373,7 @@ def test_the_factor_with_the_shortest_iterations_is_taken(
 ) -> None:
     monkeypatch.setattr(tuning, "launch", fake_launch(best))
     tuned, run_id = tuning.tune(scenario(), tmp_path, RunListener())
-    assert (tuned.gemini.mu, tuned.gemini.tuned_in, run_id) == (best, "sweep", "sweep")
+    assert (settings_of(tuned).mu, settings_of(tuned).tuned_in, run_id) == (best, "sweep", "sweep")
     assert not tuning.needs_tuning(tuned)
     assert tuned.train == scenario().train
 
@@ -372,25 +381,25 @@ def test_the_factor_with_the_shortest_iterations_is_taken(
 def test_nothing_is_tried_where_nothing_is_sent(tmp_path: Path) -> None:
     for fields in ({"replicas": 1}, {"every": 0}):
         tuned, run_id = tuning.tune(scenario(**fields), tmp_path, RunListener())
-        assert (tuned.gemini.mu, run_id) == (1.0, "")
+        assert (settings_of(tuned).mu, run_id) == (1.0, "")
 
 
 def test_a_sweep_that_was_started_again_tells_nothing() -> None:
     with pytest.raises(CapricornError, match="started again"):
-        tuning.durations_by_factor(GeminiConfig(), [sample(1), sample(1, attempt=1)])
+        tuning.durations_by_factor(GeminiSettings(), [sample(1), sample(1, attempt=1)])
 
 
 def test_only_gemini_without_a_factor_is_tuned() -> None:
     assert tuning.needs_tuning(scenario())
     assert tuning.needs_tuning(scenario("gemini-staged"))
     assert not tuning.needs_tuning(scenario("capricorn"))
-    fixed = scenario().model_copy(update={"gemini": GeminiConfig(mu=0.5)})
+    fixed = with_options(scenario(), mu=0.5)
     assert not tuning.needs_tuning(fixed)
 
 
 def test_the_sweep_ends_with_the_last_factor_tried() -> None:
     for rounds in (1, 2, 3):
-        gemini = GeminiConfig(sweep_rounds=rounds)
-        swept = tuning.sweep_of(scenario().model_copy(update={"gemini": gemini}))
+        gemini = GeminiSettings(sweep_rounds=rounds)
+        swept = tuning.sweep_of(with_options(scenario(), sweep_rounds=rounds))
         durations_s = tuning.durations_by_factor(gemini, [sample(i) for i in range(1, swept.train.iterations + 1)])
         assert {factor: len(each) for factor, each in durations_s.items()} == dict.fromkeys(FACTORS, 2 * rounds)

@@ -34,10 +34,10 @@ MAX_LOAD_ARGUMENTS = 2
 PICKLING = {
     ("baselines/torch_save.py", "torch.save"): "it is the system that it stands for",
     ("baselines/torch_save.py", "torch.load"): "as above, and of weights only",
-    ("baselines/sharing.py", "multiprocessing.process"): "the key by which shared memory is handed over is read",
-    ("baselines/sharing.py", "multiprocessing.resource_sharer"): "the thread that hands it over is ended",
-    ("baselines/dcp_process.py", "multiprocessing.parent_process"): "ends with its trainer",
-    ("baselines/dcp_process.py", "multiprocessing.resource_sharer"): "the thread that hands memory over is ended",
+    ("baselines/torch_checkpointing.py", "multiprocessing.process"): "the key to its shared memory is read",
+    ("baselines/torch_checkpointing.py", "multiprocessing.resource_sharer"): "the thread that hands it over is ended",
+    ("baselines/torch_dcp.py", "multiprocessing.parent_process"): "ends with its trainer",
+    ("baselines/torch_dcp.py", "multiprocessing.resource_sharer"): "the thread that hands memory over is ended",
 }
 """File and name of what may stay, and why; what other people's libraries pickle is not seen here."""
 

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from capricorn.config.planner import PlannerConfig
 from capricorn.config.scenario import SystemConfig
-from capricorn.config.system_settings import GeminiConfig
 from capricorn.errors import CapricornError, NoCompleteCheckpointError
 from capricorn.hooks import OpKey
 from capricorn.runtime.comm.replica_link import ReplicaLink
@@ -40,7 +39,7 @@ class Toy:
         attempt: int = 0,
         planner: PlannerConfig | None = None,
         system: type[ReplicatingSystem] = ReplicatingSystem,
-        gemini: GeminiConfig | None = None,
+        options: Any = None,
         **config: Any,
     ) -> None:
         self.rank, self.weights = rank, torch.full((SIZE,), float(rank))
@@ -64,7 +63,7 @@ class Toy:
             store_dir=self.folder,
             address="127.0.0.1",
             planner=planner or PlannerConfig(),
-            gemini=gemini or GeminiConfig(),
+            settings=options,
         )
         self.system.attach(job, FlatState({"w": self.weights}, capture=lambda: {"position": self.position}))
 

@@ -46,7 +46,7 @@ def make_store(folder: Path) -> NodeStore:
 
 
 def listening(processes: list[psutil.Process]) -> Iterator[tuple[str, int, str]]:
-    """Address, port and process of each socket that strangers can talk to."""
+    """Address, port and process of each socket that anybody can talk to."""
     for process in processes:
         try:
             sockets = [each for each in process.net_connections("inet") if each.status in ("LISTEN", "NONE")]
@@ -152,7 +152,7 @@ def test_a_slot_is_not_written_through_a_link(tmp_path: Path) -> None:
             slot = store.folder / "owner0.slot0"
             slot.symlink_to(target)
             with pytest.raises(StoreError, match="cannot open"):
-                store.host(0, LAYOUT)
+                store.open_slots(0, LAYOUT)
             slot.unlink()
     assert victim.read_bytes() == bytes(LAYOUT.file_bytes)
     assert not (tmp_path / "not there").exists()
@@ -253,7 +253,7 @@ def test_a_slot_and_a_layout_that_are_pickles_are_shown_as_damaged_and_not_loade
     canary, lock = tmp_path / "canary", RunLock(tmp_path, "run")
     node = lock.folder / "node0"
     with closing(make_store(node)) as store:
-        store.host(0, LAYOUT)
+        store.open_slots(0, LAYOUT)
     for name in ("owner0.slot0", "owner0.json"):
         (node / name).write_bytes(payload(canary))
     lock.release(keep=True)

@@ -7,9 +7,7 @@ import pytest
 from capricorn.config.cluster import ClusterConfig
 from capricorn.config.resolve import load_model
 from capricorn.config.scenario import LaunchConfig, Scenario, SystemConfig
-from capricorn.config.system_settings import StorageConfig
 from capricorn.sizing.memory import (
-    FILE_SYSTEMS,
     NUM_SLOTS,
     SLOT_OVERHEAD_BYTES,
     STATE_BYTES_PER_PARAM,
@@ -17,7 +15,8 @@ from capricorn.sizing.memory import (
     needs_of,
     total_params,
 )
-from capricorn.systems.registry import FILES, SYSTEMS
+from capricorn.systems.registry import SYSTEMS
+from capricorn.systems.settings import with_options
 
 PUBLISHED_BILLIONS = {
     "mixtral-8x7b": 46.7,
@@ -72,17 +71,13 @@ def test_without_checkpoints_there_is_no_store(system: SystemConfig) -> None:
     assert needs_of(scenario(system=system), cuda=False).store_bytes == 0
 
 
-@pytest.mark.parametrize("name", sorted(FILE_SYSTEMS))
+@pytest.mark.parametrize("name", [name for name, entry in SYSTEMS.items() if entry.writes_files])
 def test_systems_that_write_files_take_tmpfs_only_for_files_that_lie_there(name: str) -> None:
     total = STATE_BYTES_PER_PARAM * total_params(load_model("mixtral-tiny"))
     system = SystemConfig(name=name)
-    on = {medium: scenario(system=system, storage=StorageConfig(medium=medium, keep=3)) for medium in ("disk", "tmpfs")}
+    on = {medium: with_options(scenario(system=system), medium=medium, keep=3) for medium in ("disk", "tmpfs")}
     assert needs_of(on["disk"], cuda=False).store_bytes == 0
     assert needs_of(on["tmpfs"], cuda=False).store_bytes == 4 * total
-
-
-def test_the_systems_that_write_files_are_those_that_restore_from_them() -> None:
-    assert {name for name, info in SYSTEMS.items() if info.tiers == FILES} == FILE_SYSTEMS
 
 
 def test_gemini_needs_its_buffers_beside_what_others_need() -> None:

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from capricorn.config.scenario import SystemConfig
-from capricorn.config.system_settings import GeminiConfig
 from capricorn.emulation.route import Links
 from capricorn.emulation.storage import Storage
 from capricorn.hooks import NO_LAYER, Direction, OpKey, OpKind
+from capricorn.planner.gemini_planner import GeminiSettings
 from capricorn.runtime.save.flat_state import FlatState
 from capricorn.runtime.store.node_store import NodeStore
 from capricorn.systems.interface import JobContext
@@ -66,7 +66,7 @@ class Case:
         return self.system
 
 
-GEMINI = {"gemini": GeminiConfig(profile_iterations=2, mu=0.8)}
+GEMINI = {"settings": GeminiSettings(profile_iterations=2, mu=0.8)}
 DIFFERENT = {
     "gemini": Case("gemini", GEMINI),
     "gemini-staged": Case("gemini-staged", GEMINI),

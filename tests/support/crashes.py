@@ -21,12 +21,12 @@ from tempfile import TemporaryDirectory
 from capricorn.errors import TransportError
 from capricorn.runtime.comm.handshake import Identity
 from capricorn.runtime.comm.replica_link import ReplicaLink
-from capricorn.runtime.comm.replica_server import ReplicaHost
+from capricorn.runtime.comm.replica_server import ReplicaServer
 from capricorn.runtime.store.node_store import NodeStore
 from capricorn.runtime.store.slot import Slot
 from tests.support.crashing import (
     HEADER_BYTES,
-    HOST,
+    HOLDER,
     LAYOUT,
     OWNER,
     OWNERS,
@@ -55,7 +55,7 @@ def write(folder: Path, tap: Tap, report: Report, last: int = LAST) -> None:
     """What a rank does from its start on: goes on from the newest iteration that all owners have."""
     with closing(NodeStore.open(folder, tap)) as store:
         for owner in OWNERS:
-            store.host(owner, LAYOUT)
+            store.open_slots(owner, LAYOUT)
             store.write_manifest(owner, "{}")
         keep = max([0, *set.intersection(*(set(store.iterations(owner)) for owner in OWNERS))])
         store.forget_after(keep)
@@ -64,7 +64,7 @@ def write(folder: Path, tap: Tap, report: Report, last: int = LAST) -> None:
                 keep = iteration
                 report(keep)
             if iteration == ROLLED_BACK:  # and one owner is further by then
-                save(store, HOST, iteration + 1, keep, tap)
+                save(store, HOLDER, iteration + 1, keep, tap)
                 store.forget_after(keep)
 
 
@@ -122,20 +122,20 @@ def torn_headers(root: Path, every: int) -> Iterator[str]:
                 return
 
 
-# --- an owner and its host, each a process of its own
+# --- an owner and its holder, each a process of its own
 
 
 def serve(folder: Path, tap: Tap, port: int) -> None:
-    """A host, until it is killed; writes its port into the descriptor."""
+    """A holder, until it is killed; writes its port into the descriptor."""
     store = NodeStore.open(folder, tap)
-    store.host(OWNER, LAYOUT)
-    host = ReplicaHost(ME, HOST, "127.0.0.1", store, timeout_s=5.0, gives_way=False)
-    host.start({OWNER: LAYOUT})
-    os.write(port, f"{host.address[1]}".encode())
+    store.open_slots(OWNER, LAYOUT)
+    server = ReplicaServer(ME, HOLDER, "127.0.0.1", store, timeout_s=5.0, idle_priority=False)
+    server.start({OWNER: LAYOUT})
+    os.write(port, f"{server.address[1]}".encode())
     signal.pause()
 
 
-def start_host(folder: Path, tap: Tap) -> tuple[int, int | None]:
+def start_holder(folder: Path, tap: Tap) -> tuple[int, int | None]:
     """The process and the port on which it listens, unless it was killed before."""
     reading, writing = os.pipe()
     child = start(serve, folder, tap, writing)
@@ -147,11 +147,11 @@ def start_host(folder: Path, tap: Tap) -> tuple[int, int | None]:
 
 def link_to(port: int) -> ReplicaLink:
     address = ("127.0.0.1", port)
-    return ReplicaLink(ME, OWNER, HOST, address, timeout_s=5.0, low_class=False, send_buffer_bytes=65536)
+    return ReplicaLink(ME, OWNER, HOLDER, address, timeout_s=5.0, low_class=False, send_buffer_bytes=65536)
 
 
 def settle(port: int) -> None:
-    """Returns once the host has done with what a killed owner had said: it ends one connection to begin another."""
+    """Returns once the holder has done with what a killed owner had said: it ends one connection to begin another."""
     with closing(link_to(port)) as link:
         link.connect("{}")
         with suppress(TransportError):  # it answers what makes no sense by ending this one, too
@@ -162,7 +162,7 @@ def replicate(ground: Ground, port: int, tap: Tap, last: int) -> None:
     """What an owner does from its start on; a save that fails ends neither it nor those that follow."""
     link = link_to(port)
     with closing(NodeStore.open(ground.nodes[OWNER], tap)) as store, closing(link):
-        store.host(OWNER, LAYOUT)
+        store.open_slots(OWNER, LAYOUT)
         store.write_manifest(OWNER, "{}")
         link.connect("{}")
         keep = newest(ground)
@@ -193,7 +193,7 @@ def send(link: ReplicaLink, slot: Slot, iteration: int, keep: int, tap: Tap) -> 
 
 def newest(ground: Ground) -> int:
     """The newest iteration of which a copy of the owner survives, on either node."""
-    return max([0, *(iteration for owner, iteration in held_on(ground, HOST) | held_on(ground, OWNER))])
+    return max([0, *(iteration for owner, iteration in held_on(ground, HOLDER) | held_on(ground, OWNER))])
 
 
 def held_on(ground: Ground, node: int) -> set[tuple[int, int]]:
@@ -201,9 +201,9 @@ def held_on(ground: Ground, node: int) -> set[tuple[int, int]]:
         return complete_copies(store)
 
 
-def judge_pair(ground: Ground, host: tuple[int, int | None], *, is_lost: bool) -> None:
+def judge_pair(ground: Ground, holder: tuple[int, int | None], *, is_lost: bool) -> None:
     """Both copies of what was reported are there; the owner starts again, also on an empty node, and goes on."""
-    child, port = host
+    child, port = holder
     assert port is not None
     try:
         settle(port)
@@ -223,33 +223,33 @@ def judge_pair(ground: Ground, host: tuple[int, int | None], *, is_lost: bool) -
 
 
 def killed_owners(root: Path, every: int, *, is_lost: bool) -> Iterator[str]:
-    """An owner that is killed before any of its changes or sends, while its host lives on."""
+    """An owner that is killed before any of its changes or sends, while its holder lives on."""
     for number in count(0, every):
         ground = Ground(fresh(root))
-        host = start_host(ground.nodes[HOST], ignore)
-        assert host[1] is not None
-        is_killed = ends_killed(start(replicate, ground, host[1], kill_at(number), LAST))
-        yield complaint(f"owner killed before call {number}", judge_pair, ground, host, is_lost=is_lost)
+        holder = start_holder(ground.nodes[HOLDER], ignore)
+        assert holder[1] is not None
+        is_killed = ends_killed(start(replicate, ground, holder[1], kill_at(number), LAST))
+        yield complaint(f"owner killed before call {number}", judge_pair, ground, holder, is_lost=is_lost)
         if not is_killed:
             return
 
 
-def killed_hosts(root: Path, every: int) -> Iterator[str]:
-    """A host that is killed before any of its changes, while the owner lives on."""
+def killed_holders(root: Path, every: int) -> Iterator[str]:
+    """A holder that is killed before any of its changes, while the owner lives on."""
     for number in count(0, every):
         ground = Ground(fresh(root))
-        child, port = start_host(ground.nodes[HOST], kill_at(number))
+        child, port = start_holder(ground.nodes[HOLDER], kill_at(number))
         if port is not None:
             assert not ends_killed(start(survive, ground, port))
         was_there = stop(child)
-        again = start_host(ground.nodes[HOST], ignore)
-        yield complaint(f"host killed before call {number}", judge_pair, ground, again, is_lost=False)
+        again = start_holder(ground.nodes[HOLDER], ignore)
+        yield complaint(f"holder killed before call {number}", judge_pair, ground, again, is_lost=False)
         if was_there:
             return
 
 
 def survive(ground: Ground, port: int) -> None:
-    """An owner whose host may be gone from the very start."""
+    """An owner whose holder may be gone from the very start."""
     try:
         replicate(ground, port, ignore, LAST)
     except TransportError:
@@ -264,7 +264,7 @@ SUBJECTS: dict[str, Callable[[Path, int], Iterator[str]]] = {
     "headers": torn_headers,
     "owners": lambda root, every: killed_owners(root, every, is_lost=False),
     "lost-owners": lambda root, every: killed_owners(root, every, is_lost=True),
-    "hosts": killed_hosts,
+    "holders": killed_holders,
 }
 
 

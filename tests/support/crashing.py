@@ -19,7 +19,7 @@ from tests.support.replicas import payload_of
 
 LAYOUT = Layout(payload_bytes=600, block_bytes=256, digest=9)
 HEADER_BYTES = len(Header("empty", 0, 0, 0, LAYOUT).pack())
-OWNERS = HOST, OWNER = 0, 1
+OWNERS = HOLDER, OWNER = 0, 1
 DEADLINE_S = 20
 
 P = ParamSpec("P")

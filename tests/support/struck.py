@@ -43,7 +43,7 @@ def make_job(folder: Path, *texts: str) -> Job:
     for node in range(2):
         store = NodeStore.create(job.node_dir(node), "test", node, Topology(2, 1))
         for owner in range(2):
-            store.host(owner, LAYOUT)
+            store.open_slots(owner, LAYOUT)
             for iteration in (3, 4):
                 save(store, owner, iteration)
         store.close()

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from capricorn.campaign.campaign_record import CampaignRecord, Case, must_pass
 from capricorn.campaign.verdict import PHASES, VERDICTS, Judgement
-from capricorn.report.export.formats import escaped
+from capricorn.report.export.markdown import escaped
 from capricorn.units import Seconds, format_seconds
 
 NONE = "-"

@@ -13,7 +13,7 @@ from capricorn.campaign.economics import Economics, MeasuredEconomics, expected_
 from capricorn.campaign.verdict import PHASES, Outcome
 from capricorn.errors import CapricornError
 from capricorn.records.samples import IterationSample, RecoverySample
-from capricorn.report.export.formats import escaped
+from capricorn.report.export.markdown import escaped
 from capricorn.report.terminal.campaign_table import NONE, markdown_table
 from capricorn.units import Seconds, format_seconds
 

@@ -1,7 +1,13 @@
 """One slot of the memory store: a file on tmpfs that holds one owner's state of one iteration, mapped into memory.
 
-A slot is a header page (with a checksum of its own), a table of one xxh3 checksum per block, and the payload. Its state
-goes EMPTY -> WRITING -> COMPLETE, and a header torn by a kill reads as damaged, never as complete.
+A slot is a header page (with a checksum of its own), a table of one xxh3 checksum per block, and the payload.
+
+    state      entered by   what the slot holds
+    EMPTY      `abort`      nothing; also when the file is new
+    WRITING    `begin`      a part of the iteration in its header
+    COMPLETE   `commit`     all of it, and the checksum of its table
+
+A header torn by a kill reads as damaged, never as complete.
 """
 
 from __future__ import annotations
@@ -34,7 +40,7 @@ _POPULATED_BYTES: Final = 64 << 20
 
 
 def checksum(data: memoryview | bytes) -> int:
-    """64-bit xxh3; releases the GIL on large inputs, so it may run on a thread beside training."""
+    """Returns the 64-bit xxh3; releases the GIL on large inputs, so it may run on a thread beside training."""
     return xxhash.xxh3_64_intdigest(data)
 
 
@@ -61,14 +67,14 @@ class Layout:
         return self.payload_offset + -(-self.payload_bytes // PAGE) * PAGE
 
     def block(self, index: int) -> slice:
-        """Range of the payload that block `index` covers."""
+        """Returns the range of the payload that block `index` covers."""
         start = index * self.block_bytes
         return slice(start, min(start + self.block_bytes, self.payload_bytes))
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a slot says of itself."""
+    """The first page of a slot, which describes it."""
 
     state: str
     owner: int
@@ -86,7 +92,7 @@ class Header:
 
     @classmethod
     def unpack(cls, page: bytes) -> Self | None:
-        """The header in a page, or None if it is damaged or foreign."""
+        """Returns the header in a page, or None if it is damaged or foreign."""
         fields = page[: _FIELDS.size]
         tail = page[_FIELDS.size : _FIELDS.size + _CHECKSUM.size]
         if len(tail) < _CHECKSUM.size or _CHECKSUM.unpack(tail)[0] != checksum(fields):
@@ -98,7 +104,7 @@ class Header:
 
 
 def read_header(path: Path) -> Header | None:
-    """The header of a slot file, or None if it is damaged.
+    """Returns the header of a slot file, or None if it is damaged.
 
     Raises:
         StoreError: the file cannot be read.
@@ -137,7 +143,14 @@ class Slot:
     """
 
     def __init__(self, path: Path, owner: int, layout: Layout, *, create: bool = True, tap: Tap | None = None) -> None:
-        """Maps the file, first making it and claiming all its memory if it is not there.
+        """Maps the file; a missing one is made first, and all its memory claimed.
+
+        Args:
+            path: of the file.
+            owner: whose state it holds.
+            layout: sizes of the state.
+            create: whether a missing file is made.
+            tap: called right before each change.
 
         Raises:
             StoreError: tmpfs is full, or the file belongs to a state of another layout.
@@ -169,27 +182,27 @@ class Slot:
     def header(self) -> Header | None:
         return Header.unpack(self._map[:PAGE])
 
-    def part(self, start: int, stop: int) -> memoryview:
-        """Those bytes of the payload."""
+    def view(self, start: int, stop: int) -> memoryview:
+        """Returns these bytes of the payload."""
         return self.payload[start:stop]
 
-    def check(self, index: int) -> int:
-        """Checksum of that block."""
+    def checksum(self, index: int) -> int:
+        """Returns the checksum of a block, from the table."""
         return int(self.table[index])
 
     @property
     def is_complete(self) -> bool:
-        """Whether it is a complete copy of a state of our layout, by its header."""
+        """Whether it is a complete copy of a state of this layout, by its header."""
         header = self.header
         return header is not None and header.state == COMPLETE and header.layout == self.layout
 
     def holds(self, iteration: int) -> bool:
-        """Whether it is a complete copy of that iteration, by its header."""
+        """Tells whether it is a complete copy of that iteration, by its header."""
         header = self.header
         return self.is_complete and header is not None and header.iteration == iteration
 
     def begin(self, iteration: int, attempt: int) -> None:
-        """Gives up what it held and makes ready to be written."""
+        """Gives up what the slot held and makes it ready to be written."""
         self._write("begin", Header(WRITING, self.owner, attempt, iteration, self.layout))
 
     def commit(self) -> None:
@@ -200,11 +213,11 @@ class Slot:
         self._write("commit", replace(header, state=COMPLETE, table_checksum=checksum(bytes(self.table))))
 
     def abort(self) -> None:
-        """Declares it empty."""
+        """Declares the slot empty."""
         self._write("abort", Header(EMPTY, self.owner, 0, 0, self.layout))
 
     def damaged_block(self) -> int | None:
-        """Index of the first block that does not match its checksum (-1 for the table itself), None if all do."""
+        """Returns the first block that does not match its checksum; -1 stands for the table itself, None for none."""
         header = self.header
         if header is None or header.table_checksum != checksum(bytes(self.table)):
             return -1
@@ -228,7 +241,7 @@ class Slot:
 
 
 def _is_cut(fd: int, layout: Layout) -> bool:
-    """Whether a file that has not the size for that layout has nothing to lose: it is new, or was cut short."""
+    """Tells whether a file without the size of that layout has nothing to lose: it is new, or was cut short."""
     # Whoever is killed while it claims the memory, which takes a while, leaves an empty file.
     header = Header.unpack(os.pread(fd, PAGE, 0))
     return os.fstat(fd).st_size < layout.file_bytes and (header is None or header.layout == layout)

@@ -1,0 +1,23 @@
+"""Settings of the libraries that write files. Knows no torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from capricorn.config.fields import ByteCount
+from capricorn.systems.settings import FileSettings
+
+
+class TorchSnapshotSettings(FileSettings):
+    """Settings of the torchsnapshot library."""
+
+    budget_bytes: ByteCount = Field(default=0, ge=0, description="RAM for staging, a rank; 0 is twice its state")
+
+
+class DcpSettings(FileSettings):
+    """Settings of torch.distributed.checkpoint."""
+
+    mode: Literal["thread", "process"] = Field(default="thread", description="who writes in dcp-async")
+    threads: int = Field(default=1, ge=1, description="threads that write, a rank, each a file of its own")
