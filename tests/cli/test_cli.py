@@ -392,16 +392,16 @@ def test_nothing_is_foreseen_of_a_system_that_keeps_no_replicas(capsys: pytest.C
     [
         ("none", set()),
         ("capricorn", {"planner", "persist"}),
-        ("gemini", {"gemini", "persist"}),
-        ("dcp", {"storage", "dcp"}),
-        ("torch-save", {"storage"}),
+        ("gemini", {"system.options", "persist"}),
+        ("dcp", {"system.options"}),
+        ("lm-resiliency", {"planner"}),
     ],
 )
 def test_a_dry_run_tells_the_settings_that_matter_for_its_system(
     system: str, sections: set[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli(*TINY, "--system", system, "--device", "cpu", "--dry-run") == 0
-    printed = re.findall(r"^(\w+): (.*)$", capsys.readouterr().out, re.MULTILINE)
+    printed = re.findall(r"^([\w.]+): (.*)$", capsys.readouterr().out, re.MULTILINE)
     always = {"model", "train", "data", "cluster", "loads", "system", "store", "launch"}
     assert {section for section, _ in printed} == always | sections
     assert dict(printed)["cluster"] == "name=local nodes=2 ranks_per_node=1 device=cpu"

@@ -39,6 +39,8 @@ def completed(words: str, incomplete: str) -> list[CompletionItem]:
         ("run --set", "planner.spans=l", ["planner.spans=load", "planner.spans=layer"]),
         ("run --set", "planner.gate=", ["planner.gate=true", "planner.gate=false"]),
         ("run --set", "train.seed=", []),
+        ("run --set", "system.options.mu", ["system.options.mu="]),
+        ("run --set", "system.options.medium=", ["system.options.medium=disk", "system.options.medium=tmpfs"]),
         ("compare --systems", "none,gem", ["none,gemini", "none,gemini-staged"]),
         ("faults --systems", "tor", ["torchsnapshot", "torch-save", "torch-checkpointing"]),
         ("faults --kinds", "kill,", [f"kill,{kind}" for kind in KINDS]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 
@@ -9,7 +10,9 @@ import pytest
 import rich_click as click
 from capricorn.cli.main import COMMANDS, app, load_command
 from capricorn.cli.options import GROUPS
+from capricorn.cli.values import system_settings
 
+from capricorn.config.settings import Setting
 from tests.cli.test_cli import cli
 
 GROUPED = ("run", "compare", "faults", "ablate", "doctor")
@@ -56,6 +59,16 @@ def test_the_examples_in_the_help_are_understood(
     assert len(examples) == 2
     for example in examples:
         load_command(command).make_context(command, shlex.split(example))
+
+
+@pytest.mark.parametrize(("setting", "systems"), system_settings(), ids=lambda value: getattr(value, "key", ""))
+def test_every_option_of_a_system_is_described_and_listed_with_its_systems(
+    setting: Setting, systems: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert len(setting.description.split()) >= 2
+    assert cli("list", "settings", "--json") == 0
+    listed = json.loads(capsys.readouterr().out)["details"][setting.key]
+    assert listed["what"] == f"{setting.description} ({', '.join(systems)})"
 
 
 def test_the_defaults_of_a_command_are_those_that_its_help_says(
