@@ -9,7 +9,7 @@ import pytest
 from pydantic import Field
 
 from capricorn.config.fields import ByteCount, FrozenModel, Option
-from capricorn.config.resolve import load_model, override
+from capricorn.config.resolve import assign, load_model
 from capricorn.config.scenario import Scenario
 from capricorn.config.settings import Setting, all_settings, options, settings_in
 from capricorn.loads.synthetic import PHASES
@@ -58,7 +58,7 @@ def test_every_default_can_be_written_as_it_is_told() -> None:
     scenario = Scenario(model=load_model("mixtral-tiny"))
     told = {each.key: each.describe_default() for each in all_settings()}
     written = [f"{key}={default}" for key, default in told.items() if default != "-" and not key.startswith("model.")]
-    assert override(scenario, written) == scenario
+    assert assign(scenario, written) == scenario
 
 
 def test_the_option_of_loads_names_every_phase() -> None:
