@@ -11,7 +11,7 @@ from typing import Self, TypeVar
 from capricorn.campaign.verdict import Outcome
 from capricorn.config.scenario import Scenario
 from capricorn.errors import CapricornError
-from capricorn.launch.fork_client import Standby
+from capricorn.launch.fork_client import ForkServer
 from capricorn.launch.launcher import RunListener, launch
 from capricorn.launch.persist_folder import PERSISTENT
 from capricorn.records.samples import (
@@ -40,7 +40,7 @@ class Workplace:
         self._out, self._quiet, self._verbose = out, quiet, verbose
         self._is_live = console().is_terminal and not verbose
         self._stack = ExitStack()
-        self._standby: Standby | None = None
+        self._fork_server: ForkServer | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -61,13 +61,13 @@ class Workplace:
         with watching([], quiet=quiet, verbose=self._verbose, heading=heading) as listener:
             watched = Watched(listener, limit_s)
             try:
-                launch(scenario, self._out, watched, self._warm())
+                launch(scenario, self._out, watched, self._shared_fork_server())
             except CapricornError as error:
                 failure = " ".join(str(error).split())
             except OSError as error:
                 failure = f"{type(error).__name__}: {error}"
         if failure:
-            self._standby = None  # it may be what failed; all of them are closed at the end
+            self._fork_server = None  # it may be what failed; all of them are closed at the end
         try:
             return watched.run_dir, outcome_of(watched, failure)
         except CapricornError as error:  # its records are damaged
@@ -83,11 +83,11 @@ class Workplace:
         if not self._quiet and (is_news or not self._is_live):
             console().print(line, style="yellow" if is_news else "", soft_wrap=True, markup=False)
 
-    def _warm(self) -> Standby:
-        """A process that starts ranks at once, the same for all runs; another one after a run that failed."""
-        if self._standby is None:
-            self._standby = self.enter(Standby())
-        return self._standby
+    def _shared_fork_server(self) -> ForkServer:
+        """Returns a fork server, the same for all runs; another one after a run that failed."""
+        if self._fork_server is None:
+            self._fork_server = self.enter(ForkServer())
+        return self._fork_server
 
 
 class Watched(RunListener):

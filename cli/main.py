@@ -23,6 +23,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "ablate": (".ablate:ablate", "Compare planning policies"),
     "list": (".list:list_names", "List models, systems, clusters, faults or settings"),
     "inspect": (".inspect:inspect", "Show what a run, a store or a checkpoint holds"),
+    "check-system": (".check_system:check_system", "Try the rules that every checkpointing system must keep on one"),
     "doctor": (".doctor:doctor", "Check whether a scenario can run on this machine"),
     "clean": (".clean:clean", "Remove what dead runs left in memory"),
 }

@@ -91,7 +91,7 @@ def _loads() -> tuple[str, ...]:
 SYSTEM_LIST = Word(lambda: SYSTEMS, is_list=True)
 KIND_LIST = Word(lambda: KINDS, is_list=True)
 KINDS_OF_VALUE: Mapping[str, click.ParamType[Any]] = {
-    "SYSTEM": Word(lambda: SYSTEMS),
+    "SYSTEM": Word(lambda: SYSTEMS, may_be_file=True),
     "MODEL": Word(lambda: MODELS, may_be_file=True),
     "CLUSTER": Word(lambda: (LOCAL, *CLUSTERS), may_be_file=True),
     "LOADS": Word(_loads, may_be_file=True),

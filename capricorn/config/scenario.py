@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from capricorn.config.cluster import ClusterConfig, Pace, Times
 from capricorn.config.fault_spec import LINK_KINDS, NO_LINKS, FaultSpec
@@ -233,6 +233,11 @@ class StoreConfig(FrozenModel):
     )
 
 
+def _current_restart(value: Any) -> Any:
+    """Returns `fork-server` for the name that it had in earlier records."""
+    return "fork-server" if value == "warm" else value
+
+
 class LaunchConfig(FrozenModel):
     """What is passed through to torchrun; `nnodes` > 0 means real machines, this one being `node_rank`."""
 
@@ -246,9 +251,9 @@ class LaunchConfig(FrozenModel):
         default="", description="Meet the other machines at this address, which is on machine 0"
     )
     max_restarts: int = Field(default=3, ge=0, description="Restarts beyond those that the injected faults need")
-    restart: Literal["warm", "torchrun"] = Field(
-        default="warm",
-        description="Who starts the ranks, and again: processes that wait with torch imported, or torchrun",
+    restart: Annotated[Literal["fork-server", "torchrun"], BeforeValidator(_current_restart)] = Field(
+        default="fork-server",
+        description="Who starts the ranks, and again: a process that has torch imported and forks them, or torchrun",
     )
     frozen_s: float = Field(default=2.5, gt=0, description="Seconds of silence after which a process counts as hung")
 

@@ -21,7 +21,7 @@ from capricorn.config.fault_spec import FaultSpec
 from capricorn.emulation.paced_link import Link
 from capricorn.emulation.reshape import reshape
 from capricorn.emulation.shaping import INTERFACE, mending, slowing
-from capricorn.emulation.testbed import PACED, Ground
+from capricorn.emulation.testbed import PACED, NetworkBackend
 from capricorn.faults import filler_file as ballast
 from capricorn.faults import memory_cgroup as cgroup
 from capricorn.faults.inject import STRANGERS, cgroup_name, slow_tier
@@ -38,7 +38,7 @@ class _Site:
     """Where failures are undone."""
 
     job: Job
-    ground: Ground
+    network: NetworkBackend
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ class _Pending:
 class Repairs:
     """What struck and is not undone yet; called by the launcher's loop."""
 
-    def __init__(self, job: Job, ground: Ground) -> None:
-        self._site = _Site(job, ground)
+    def __init__(self, job: Job, network: NetworkBackend) -> None:
+        self._site = _Site(job, network)
         self._pending: list[_Pending] = []
 
     def on_event(self, event: EventSample) -> None:
@@ -96,7 +96,7 @@ def _mend_link(fault: FaultSpec, site: _Site, *, act: Callable[[Link], None], sc
         with contextlib.closing(Link(site.job.links_dir / f"out{fault.node}")) as link:
             act(link)
     else:
-        reshape(site.ground.enter_node(fault.node), script(INTERFACE, cluster.rate, qos=cluster.qos))
+        reshape(site.network.enter_node(fault.node), script(INTERFACE, cluster.rate, qos=cluster.qos))
 
 
 def _make_room_in_memory(fault: FaultSpec, site: _Site) -> None:

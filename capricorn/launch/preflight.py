@@ -1,5 +1,6 @@
-"""What this machine is and what it can do, before anything starts: the environment of a record, the checks of doctor,
-the refusals of run. Imports no torch and starts no process but git.
+"""Looks at this machine before anything starts: the environment of a record, the checks of doctor, the refusals of run.
+
+Imports no torch and starts no process but git.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Check:
 
 
 def environment(device: str) -> Environment:
-    """Versions, commit and hardware this process runs on; reads metadata and imports none of the packages."""
+    """Returns the versions, commit and hardware this process runs on, by metadata; imports none of the packages."""
     versions = {name: version for name in PACKAGES if (version := _version(name))}
     return Environment(
         versions=versions | {"python": platform.python_version()},
@@ -76,7 +77,7 @@ def _version(package: str) -> str:
 
 
 def _commit() -> str:
-    """The commit of the checkout this package runs from, `-dirty` when changed; empty for an installed one."""
+    """Returns the commit of the checkout this package runs from, `-dirty` when changed; empty for an installed one."""
     checkout = Path(capricorn.__file__).parents[1]
     if not (checkout / ".git").exists():
         return ""
@@ -108,7 +109,7 @@ def _read(path: Path) -> str:
 
 
 def num_cuda_devices() -> int:
-    """CUDA devices that the installed torch could use, counted without importing it."""
+    """Returns how many CUDA devices the installed torch could use, without importing it."""
     if "+cpu" in _version("torch"):
         return 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -118,7 +119,7 @@ def num_cuda_devices() -> int:
 
 
 def resolve_device(scenario: Scenario) -> Scenario:
-    """The scenario with device `auto` replaced: `cuda` when there is a device, else `cpu`."""
+    """Returns the scenario with device `auto` replaced: `cuda` when there is a device, else `cpu`."""
     if scenario.cluster.device != "auto":
         return scenario
     device = "cuda" if num_cuda_devices() else "cpu"
@@ -129,7 +130,7 @@ def resolve_device(scenario: Scenario) -> Scenario:
 
 
 def require(scenario: Scenario) -> None:
-    """Passes when this machine can run the scenario.
+    """Checks that this machine can run the scenario.
 
     Raises:
         ConfigError: in one line: what is needed, what there is, what to do. The first thing missing is named.
@@ -175,12 +176,12 @@ def _check_torch() -> Check:
 
 
 def _check_system(name: str, *, is_needed: bool) -> Check:
-    """Whether the module of a system is there, and its extra if that is needed; does not import it."""
+    """Checks whether the module of a system is there, and its extra if that is needed; does not import it."""
     info = find(name)
     module = info.target.partition(":")[0]
     if not info.is_installed:
         return Check(f"system {name}", not is_needed, "not installed", f"module {info.needs}", info.install)
-    ok = util.find_spec(module) is not None
+    ok = name not in SYSTEMS or util.find_spec(module) is not None  # one from outside was imported to be found
     return Check(f"system {name}", ok, "there" if ok else "missing", "its module", f"reinstall: no module {module}")
 
 
@@ -268,7 +269,7 @@ def _check_privileges() -> Check:
 
 
 def available_memory() -> Bytes:
-    """Host memory that can be had: what the kernel says is available, within the container's limit."""
+    """Returns the memory that can be had: what the kernel says is available, within the container's limit."""
     available: Bytes = psutil.virtual_memory().available
     limit, used = _read(_CGROUP / "memory.max").strip(), _read(_CGROUP / "memory.current").strip()
     if not (limit.isdigit() and used.isdigit()):
@@ -283,7 +284,7 @@ def _free_bytes(folder: Path) -> Bytes:
 
 
 def _filesystem(folder: Path) -> str:
-    """The type of the file system a folder lies on: `tmpfs`, `ext4`, ..."""
+    """Returns the type of the file system a folder lies on: `tmpfs`, `ext4`, ..."""
     path = folder.resolve()
     mounts = [part for part in psutil.disk_partitions(all=True) if path.is_relative_to(part.mountpoint)]
     # The last of equal mount points hides the earlier ones.

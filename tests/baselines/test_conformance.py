@@ -1,262 +1,114 @@
-"""What holds for every registered system: each is put into the same job, killed, started again, and looked at."""
+"""What holds for every registered system: the rules of check-system, what its counters say, and known faults."""
 
 from __future__ import annotations
 
 import os
 import shutil
-import signal
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch.distributed as dist
-from capricorn.baselines.file_settings import DcpSettings
 
-from capricorn.errors import CapricornError, NoCompleteCheckpointError
-from capricorn.systems.registry import SYSTEMS
+from capricorn.conformance.evidence import Evidence
+from capricorn.conformance.rank_functions import NUM_SAVES
+from capricorn.conformance.rules import RULES, choose
+from capricorn.conformance.toy_job import ToyRank, make_folder
+from capricorn.conformance.under_test import SystemUnderTest, under_test
+from capricorn.errors import CapricornError
+from capricorn.systems.registry import SYSTEMS, find
 from capricorn.systems.settings import FileSettings
-from tests.support.conformance import NUM_RANKS, Case, Toy, case_of, children_of, live, make_folder
-from tests.support.runs import flip_byte, polls
+from tests.support.conformance import attempt, server
+from tests.support.runs import flip_byte
 
-NUM_SAVES = 6
-
-NOTHING = {"none"}
-"""Systems that save nothing, so that nothing can be restored, and a lost peer is not noticed."""
 WITH_PROCESS = {"torch-checkpointing"}
 """Systems that start a process, which takes seconds."""
-CASES = [case_of(name) for name, info in SYSTEMS.items() if info.is_installed]
-SAVING = [case for case in CASES if case.system not in NOTHING]
-PROCESS = Case("dcp-async", {"settings": DcpSettings(mode="process")}, timeout_s=20.0)
+RULE_NAMES = [rule.name for rule in RULES]
+SLOW = {"stopped-peer"}
+AFTER_DEATH = {"dead-peer", "close", "node-loss"}
+"""Rules that need attempts of their own."""
+INSTALLED = [name for name, info in SYSTEMS.items() if info.is_installed]
+SAVING = [name for name in INSTALLED if find(name).kind != "nothing"]
+PROCESS = under_test("dcp-async", options={"mode": "process"}, timeout_s=20.0)
 
-
-def first_life(rank: int, folder: Path, case: Case) -> dict[str, Any]:
-    """Trains from the beginning; the last checkpoint becomes complete when the state has already moved on."""
-    toy = Toy(case, rank, folder)
-    system = toy.system
-    before = restore(toy)
-    last = system.first_iteration + NUM_SAVES - 1
-    is_untouched = toy.train(1, last)
-    toy.update(last + 1)
-    system.drain(20.0)
-    latest, completed, events = system.latest_complete(), system.take_completed(), system.take_events()
-    children = [child.pid for child in children_of(os.getpid())]
-    if rank in case.close_first:
-        system.close()
-    return {
-        "before": before,
-        "is_untouched": is_untouched,
-        "saved": list(range(system.first_iteration, last + 1)),
-        "completed": completed,
-        "latest": latest,
-        "counters": asdict(system.counters()),
-        "events": [asdict(event) for event in events],
-        "num_bytes": sum(tensor.nbytes for tensor in toy.state.tensors.values()),
-        "children": children,
-    }
-
-
-def second_life(rank: int, folder: Path, case: Case) -> dict[str, Any]:
-    """Starts again, goes on, and ends in order."""
-    toy = Toy(case, rank, folder, attempt=1)
-    system = toy.system
-    restored = restore(toy)
-    done = restored["iteration"] if restored is not None else 0
-    is_untouched = toy.train(done + 1, done + NUM_SAVES)
-    system.drain(20.0)
-    completed = system.take_completed()
-    system.close()
-    system.close()
-    return {"restored": restored, "is_untouched": is_untouched, "completed": completed, "left": toy.traces.left()}
-
-
-def bereaved(rank: int, folder: Path, case: Case, how: int) -> dict[str, Any]:
-    """Rank 1 is gone while a checkpoint is on its way; rank 0 goes on for as long as it can."""
-    toy = Toy(case, rank, folder)
-    system = toy.system
-    last = system.first_iteration + NUM_SAVES - 2
-    toy.train(1, last)
-    if rank == 1:
-        toy.iterate(last + 1, together=False)
-        (folder / "children").write_text(" ".join(str(child.pid) for child in children_of(os.getpid())))
-        os.kill(os.getpid(), how)
-    error = ""
-    try:
-        toy.train(last + 1, last + 4, together=False)
-        system.drain(case.timeout_s)
-    except Exception as failure:  # noqa: BLE001 - libraries raise what they like
-        error = str(failure)
-    num_failed = system.counters().failed_saves
-    system.close()
-    system.close()
-    return {"error": error, "num_failed": num_failed, "last": last, "left": toy.traces.left()}
-
-
-def restore(toy: Toy) -> dict[str, Any] | None:
-    """What a restore comes to; None if there was nothing to restore."""
-    toy.fill(77)
-    try:
-        report = toy.system.restore()
-    except NoCompleteCheckpointError:
-        toy.fill(0)
-        return None
-    return {
-        "iteration": report.iteration,
-        "sources": list(report.sources),
-        "is_exact": toy.holds(report.iteration),
-        "position": toy.published,
-        "seconds": [report.agree_s, report.fetch_s, report.load_s],
-    }
-
-
-Lives = Callable[[Case], tuple[list[Any], list[Any], Path]]
+EvidenceOf = Callable[[SystemUnderTest], tuple[Evidence, Path]]
 
 
 @pytest.fixture(scope="module")
-def lives(tmp_path_factory: pytest.TempPathFactory) -> Lives:
-    """Both lives of a job, as its ranks tell them, and its folder; each job is lived once."""
+def evidence_of(tmp_path_factory: pytest.TempPathFactory) -> EvidenceOf:
+    """The evidence on a system and its folder; every attempt is made once."""
 
-    def make(case: Case) -> tuple[list[Any], list[Any], Path]:
-        if repr(case) not in made:
-            folder = tmp_path_factory.mktemp(str(case))
-            make_folder(folder, case)
-            made[repr(case)] = live(first_life, folder, case), live(second_life, folder, case), folder
-        return made[repr(case)]
+    def make(subject: SystemUnderTest) -> tuple[Evidence, Path]:
+        if repr(subject) not in made:
+            folder = tmp_path_factory.mktemp(str(subject))
+            made[repr(subject)] = Evidence(subject, server(), folder), folder
+        return made[repr(subject)]
 
-    made: dict[str, tuple[list[Any], list[Any], Path]] = {}
+    made: dict[str, tuple[Evidence, Path]] = {}
     return make
 
 
-def assert_restored(case: Case, restored: dict[str, Any], iteration: int) -> None:
-    assert restored["iteration"] == iteration
-    assert restored["is_exact"]
-    assert restored["position"] == iteration
-    assert set(restored["sources"]) <= set(SYSTEMS[case.system].tiers)
-    assert len(restored["sources"]) == NUM_RANKS
-    assert min(restored["seconds"]) >= 0
+def assert_keeps(rules: list[str], evidence: Evidence) -> None:
+    results = [rule.judge(evidence) for rule in choose(rules)]
+    assert not [result for result in results if result.verdict == "FAIL"]
 
 
-@pytest.mark.parametrize("case", SAVING, ids=str)
-def test_every_checkpoint_becomes_complete_and_is_counted(case: Case, lives: Lives) -> None:
-    for first in lives(case)[0]:
-        saved, counters = first["saved"], first["counters"]
-        assert first["completed"] == saved
-        assert first["latest"] == saved[-1]
+def each_system_and_rule() -> Iterator[Any]:
+    for system in INSTALLED:
+        for rule in RULE_NAMES:
+            is_slow = rule in SLOW or (system in WITH_PROCESS and rule in AFTER_DEATH)
+            marks = [pytest.mark.slow, pytest.mark.timeout(300)] if is_slow else []
+            yield pytest.param(system, rule, marks=marks, id=f"{system}-{rule}")
+
+
+@pytest.mark.parametrize(("system", "rule"), each_system_and_rule())
+def test_the_rule_holds(system: str, rule: str, evidence_of: EvidenceOf) -> None:
+    assert_keeps([rule], evidence_of(under_test(system))[0])
+
+
+@pytest.mark.parametrize("system", SAVING)
+def test_what_is_saved_is_counted(system: str, evidence_of: EvidenceOf) -> None:
+    for told in evidence_of(under_test(system))[0].restarted.first:
+        saved, counters = told["saved"], told["counters"]
+        assert told["completed"] == saved
         assert (counters["failed_saves"], counters["last_failure"]) == (0, "")
-        assert counters["staged_bytes"] >= len(saved) * first["num_bytes"]
-        assert counters["sent_bytes"] >= len(saved) * first["num_bytes"]
-        assert {event["iteration"] for event in first["events"]} == set(saved)
-        assert all(event["begin_s"] <= event["end_s"] for event in first["events"])
+        assert counters["staged_bytes"] >= len(saved) * told["num_bytes"]
+        assert counters["sent_bytes"] >= len(saved) * told["num_bytes"]
+        assert {event["iteration"] for event in told["events"]} == set(saved)
+        assert all(event["begin_s"] <= event["end_s"] for event in told["events"])
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_saving_leaves_the_state_alone(case: Case, lives: Lives) -> None:
-    assert all(life["is_untouched"] for ranks in lives(case)[:2] for life in ranks)
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_there_is_nothing_to_restore_before_the_first_checkpoint(case: Case, lives: Lives) -> None:
-    assert [first["before"] for first in lives(case)[0]] == [None] * NUM_RANKS
-
-
-@pytest.mark.parametrize("case", SAVING, ids=str)
-def test_a_killed_job_gets_back_exactly_what_no_later_update_has_touched_and_goes_on(case: Case, lives: Lives) -> None:
-    first, second, _ = lives(case)
-    last = first[0]["saved"][-1]
-    following = list(range(last + 1, last + 1 + NUM_SAVES))
-    for life in second:
-        assert_restored(case, life["restored"], last)
+@pytest.mark.parametrize("system", SAVING)
+def test_after_a_restore_it_goes_on_with_the_next_iteration(system: str, evidence_of: EvidenceOf) -> None:
+    for told in evidence_of(under_test(system))[0].restarted.second:
+        last = told["restored"]["iteration"]
         # Some systems send what was lost of the restored one again.
-        assert [iteration for iteration in life["completed"] if iteration != last] == following
+        following = [iteration for iteration in told["completed"] if iteration != last]
+        assert following == list(range(last + 1, last + 1 + NUM_SAVES))
+        assert min(told["restored"]["seconds"]) >= 0
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.system in NOTHING], ids=str)
-def test_what_saves_nothing_has_nothing_to_restore(case: Case, lives: Lives) -> None:
-    first, second, _ = lives(case)
-    assert [life["completed"] for life in (*first, *second)] == [[]] * (2 * NUM_RANKS)
-    assert [life["restored"] for life in second] == [None] * NUM_RANKS
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_system_may_be_closed_twice_and_leaves_nothing(case: Case, lives: Lives) -> None:
-    first, second, folder = lives(case)
-    assert [life["left"] for life in second] == [[]] * NUM_RANKS
-    assert_ended(pid for life in first for pid in life["children"])
-    assert {path.name for path in folder.iterdir()} == {"files", "links", "node0", "node1", "storage", "tmp"}
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_what_is_kept_does_not_grow(case: Case, lives: Lives) -> None:
-    first, _, folder = lives(case)
-    kept = [path for path in (folder / "files").iterdir() if path.is_dir()]
+@pytest.mark.parametrize("system", INSTALLED)
+def test_no_more_checkpoints_are_kept_than_the_settings_say(system: str, evidence_of: EvidenceOf) -> None:
+    evidence, folder = evidence_of(under_test(system))
+    assert evidence.restarted
+    kept = [path for path in (folder / "restarted" / "files").iterdir() if path.is_dir()]
     assert len(kept) <= FileSettings().keep, kept
-    num_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    # At most three iterations of the twelve, each of them twice.
-    assert num_bytes <= 1.1 * 3 * 2 * sum(life["num_bytes"] for life in first)
-
-
-def assert_ended(pids: Any) -> None:
-    """All these processes are gone, or soon will be."""
-    pids = list(pids)
-    for _ in polls(10.0):
-        if not any(map(psutil.pid_exists, pids)):
-            break
-    assert not [pid for pid in pids if psutil.pid_exists(pid)]
-
-
-def quick_or_slow(case: Case) -> Any:
-    return pytest.param(case, marks=[pytest.mark.slow] if case.system in WITH_PROCESS else [])
-
-
-def outlive_a_peer(case: Case, folder: Path, how: int) -> None:
-    make_folder(folder, case)
-    survivor, _ = live(bereaved, folder, case, how)
-    assert survivor["left"] == []
-    if case.system in NOTHING:
-        assert survivor["error"] == ""
-        return
-    assert survivor["error"] or survivor["num_failed"]
-    assert_ended(int(pid) for pid in (folder / "children").read_text().split())
-    for life in live(second_life, folder, case):
-        # That of which one was on its way may have become complete.
-        iteration = life["restored"]["iteration"]
-        assert iteration in (survivor["last"], survivor["last"] + 1)
-        assert_restored(case, life["restored"], iteration)
-    assert len(list((folder / "files").iterdir())) <= FileSettings().keep
-
-
-@pytest.mark.parametrize("case", [quick_or_slow(case) for case in CASES], ids=str)
-def test_the_death_of_a_peer_ends_in_an_error_and_what_it_left_half_done_is_not_restored(
-    case: Case, tmp_path: Path
-) -> None:
-    outlive_a_peer(case, tmp_path, signal.SIGKILL)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("case", [*CASES, PROCESS], ids=str)
-def test_a_peer_that_stops_answering_ends_in_an_error(case: Case, tmp_path: Path) -> None:
-    outlive_a_peer(case, tmp_path, signal.SIGSTOP)
+def test_a_process_that_writes_keeps_all_rules(evidence_of: EvidenceOf) -> None:
+    assert_keeps([], evidence_of(PROCESS)[0])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("case", [PROCESS], ids=["process"])
-def test_a_process_that_writes_ends_with_its_trainer(case: Case, lives: Lives, tmp_path: Path) -> None:
-    test_every_checkpoint_becomes_complete_and_is_counted(case, lives)
-    test_a_killed_job_gets_back_exactly_what_no_later_update_has_touched_and_goes_on(case, lives)
-    test_a_system_may_be_closed_twice_and_leaves_nothing(case, lives)
-    outlive_a_peer(case, tmp_path, signal.SIGKILL)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("case", SAVING, ids=str)
-def test_a_state_of_tensors_that_are_large_is_isolated_too(case: Case, lives: Lives) -> None:
-    large = replace(case, large=36_000_000, environment={}, timeout_s=30.0)  # 144 MB
-    test_a_killed_job_gets_back_exactly_what_no_later_update_has_touched_and_goes_on(large, lives)
+@pytest.mark.parametrize("system", SAVING)
+def test_a_state_of_tensors_that_are_large_is_isolated_too(system: str, evidence_of: EvidenceOf) -> None:
+    large = under_test(system, large=36_000_000, environment={}, timeout_s=30.0)  # 144 MB
+    assert_keeps(["isolation", "kill"], evidence_of(large)[0])
 
 
 PASS, HARD_FAIL, SILENT_DIVERGENCE = "pass", "hard fail", "silent divergence"
@@ -302,39 +154,38 @@ VERDICTS = {
 }
 
 
-def faulty_lives(rank: int, folder: Path, case: Case) -> dict[str, str]:
+def meet_faults(rank: int, folder: Path, subject: SystemUnderTest) -> Iterator[dict[str, str]]:
     """The verdict on each fault, whether of the newest checkpoint's files or of what is to be saved."""
-    saved, sound = folder / "none", replace(case, without=tuple(KINDS.values()))
-    toy = Toy(sound, rank, saved)
+    saved, sound = folder / "none", subject.model_copy(update={"without": tuple(KINDS.values())})
+    toy = ToyRank(sound, rank, saved)
     toy.train(1, NUM_SAVES)
     toy.system.drain(20.0)
     toy.system.close()
-    verdicts = {}
     for fault, damage in FAULTS.items():
         if rank == 0:
             shutil.copytree(saved / "files", folder / fault / "files", dirs_exist_ok=True)
             newest = max((folder / fault / "files").glob("iteration-*"))
-            damage(max(newest.glob(DATA[case.system])))
+            damage(max(newest.glob(DATA[subject.system])))
         dist.barrier()
-        verdicts[fault] = verdict(Toy(sound, rank, folder / fault, attempt=1))
+        yield {fault: verdict(ToyRank(sound, rank, folder / fault, attempt=1))}
     for kind, tensor in KINDS.items():
-        of_kind = replace(case, without=tuple({*KINDS.values()} - {tensor}))
-        toy = Toy(of_kind, rank, folder / kind)
+        of_kind = subject.model_copy(update={"without": tuple({*KINDS.values()} - {tensor})})
+        toy = ToyRank(of_kind, rank, folder / kind)
         toy.train(1, NUM_SAVES)
         is_saved = toy.system.counters().failed_saves == 0
         toy.system.close()
-        verdicts[kind] = verdict(Toy(of_kind, rank, folder / kind, attempt=1)) if is_saved else HARD_FAIL
-    return verdicts
+        yield {kind: verdict(ToyRank(of_kind, rank, folder / kind, attempt=1)) if is_saved else HARD_FAIL}
 
 
-def verdict(toy: Toy) -> str:
+def verdict(toy: ToyRank) -> str:
     try:
-        restored = restore(toy)
+        restored = toy.restore()
     except CapricornError:
         return HARD_FAIL
     finally:
         toy.system.close()
-    return PASS if restored is not None and restored["is_exact"] else SILENT_DIVERGENCE
+    is_exact = restored is not None and not restored["torn"] and not restored["foreign"]
+    return PASS if is_exact else SILENT_DIVERGENCE
 
 
 VERDICTS["dcp-async"] = VERDICTS["dcp"]
@@ -343,12 +194,11 @@ VERDICTS["dcp-async"] = VERDICTS["dcp"]
 @pytest.mark.parametrize("system", VERDICTS)
 def test_what_is_known_to_be_wrong_with_a_library_is_wrong_still(system: str, tmp_path: Path) -> None:
     """If one of them has become better, so should the table and what the docs say."""
-    case = Case(system, timeout_s=2.0)
+    subject = SystemUnderTest(system=system, timeout_s=2.0)
     for name in ("none", *FAULTS, *KINDS):
-        (tmp_path / name).mkdir()
-        make_folder(tmp_path / name, case)
+        make_folder(tmp_path / name, subject)
     (tmp_path / "tmp").mkdir()
-    by_rank = live(faulty_lives, tmp_path, case)
+    by_rank = attempt(meet_faults, tmp_path, subject)
     worst = {
         fault: max((ranks[fault] for ranks in by_rank), key=[PASS, SILENT_DIVERGENCE, HARD_FAIL].index)
         for fault in by_rank[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 from traceback import StackSummary
 from typing import Any
@@ -13,28 +13,18 @@ import pytest
 import torch
 from capricorn.baselines.checkpoint_folders import COMMIT, REMOVED, CheckpointFolders, Commit
 from capricorn.baselines.file_checkpoints import Library
-from capricorn.baselines.file_settings import DcpSettings
 from capricorn.baselines.torch_dcp import as_error
 from torch.distributed.checkpoint.api import CheckpointException
 
+from capricorn.conformance.toy_job import NUM_RANKS, ToyRank, make_folder
+from capricorn.conformance.under_test import SystemUnderTest, under_test
 from capricorn.emulation.storage import Storage
 from capricorn.errors import CapricornError, StoreError
 from capricorn.runtime.save.flat_state import FlatState
-from capricorn.systems.registry import find
-from tests.support.conformance import NUM_RANKS, Case, Toy, case_of, live, make_folder
+from tests.support.conformance import attempt
 from tests.support.peers import job_of
 
 SYSTEMS = ("torchsnapshot", "dcp", "dcp-async", "torch-save")
-BY_PROCESS = {"settings": DcpSettings(mode="process")}
-
-
-def settings_with(system: str, **fields: Any) -> Any:
-    """The settings of that system with these fields."""
-    model = find(system).settings_model()
-    assert model is not None
-    return model(**fields)
-
-
 every_system = pytest.mark.parametrize("system", SYSTEMS)
 
 
@@ -121,55 +111,54 @@ def test_by_default_a_folder_is_whole_once_every_rank_has_written_and_as_long_as
     assert not first.is_whole(folder, 2)
 
 
-def train(rank: int, folder: Path, case: Case, last: int) -> dict[str, Any]:
+def train(rank: int, folder: Path, subject: SystemUnderTest, last: int) -> Iterator[dict[str, Any]]:
     """Saves up to that iteration, and ends in order."""
-    toy = Toy(case, rank, folder)
+    toy = ToyRank(subject, rank, folder)
     toy.train(1, last)
     try:
         toy.system.drain(20.0)
         complaint = ""
     except CapricornError as error:
         complaint = str(error)
-    result = {
+    yield {
         "completed": toy.system.take_completed(),
         "failed": toy.system.counters().failed_saves,
         "sent_bytes": toy.system.counters().sent_bytes,
         "complaint": complaint,
     }
     toy.system.close()
-    return result
 
 
-def refused(rank: int, folder: Path, case: Case) -> tuple[str, bool]:
+def refused(rank: int, folder: Path, subject: SystemUnderTest) -> Iterator[dict[str, Any]]:
     """What a restore says, and whether it has left the state alone."""
-    toy = Toy(case, rank, folder, attempt=1)
+    toy = ToyRank(subject, rank, folder, attempt=1)
     toy.fill(77)
     try:
         toy.system.restore()
+        yield {"said": "restored"}
     except CapricornError as error:
-        return f"{type(error).__name__}: {error}", toy.holds(77)
-    return "restored", False
+        yield {"said": f"{type(error).__name__}: {error}", "is_untouched": not toy.differing(77)}
 
 
 @pytest.mark.parametrize(("digests", "message"), [([1, 2, 3], "written by 3 ranks"), ([1, 2], "another layout")])
 def test_a_checkpoint_of_another_job_is_refused_before_anything_is_loaded(
     tmp_path: Path, digests: list[int], message: str
 ) -> None:
-    case = case_of("torchsnapshot")
-    make_folder(tmp_path, case)
-    live(train, tmp_path, case, 5)
+    subject = under_test("torchsnapshot")
+    make_folder(tmp_path, subject)
+    attempt(train, tmp_path, subject, last=5)
     (tmp_path / "files" / "iteration-00000005" / COMMIT).write_text(json.dumps({"digests": digests}))
-    said = live(refused, tmp_path, case)
-    assert said[0] == said[1]
-    assert said[0][0].startswith("ConfigError")
-    assert message in said[0][0]
-    assert said[0][1]
+    first, second = attempt(refused, tmp_path, subject)
+    assert first == second
+    assert first["said"].startswith("ConfigError")
+    assert message in first["said"]
+    assert first["is_untouched"]
     assert (tmp_path / "files" / "iteration-00000004").exists()
 
 
-def stumble(rank: int, folder: Path, case: Case) -> dict[str, Any]:
+def stumble(rank: int, folder: Path, subject: SystemUnderTest) -> Iterator[dict[str, Any]]:
     """Rank 1 cannot begin iteration 3, and rank 0 cannot write what is left of iteration 5."""
-    toy = Toy(case, rank, folder)
+    toy = ToyRank(subject, rank, folder)
     library = toy.system._library
     begin = library.begin
 
@@ -191,19 +180,19 @@ def stumble(rank: int, folder: Path, case: Case) -> dict[str, Any]:
         complaint = str(error)
     completed, failed = toy.system.take_completed(), toy.system.counters().failed_saves
     toy.system.close()
-    return {"completed": completed, "failed": failed, "complaint": complaint, "left": toy.traces.left()}
+    yield {"completed": completed, "failed": failed, "complaint": complaint, "left": toy.traces.left(10.0)}
 
 
-PROCESS = pytest.param(Case("dcp-async", BY_PROCESS), marks=pytest.mark.slow, id="process")
+PROCESS = pytest.param(under_test("dcp-async", options={"mode": "process"}), marks=pytest.mark.slow, id="process")
 
 
-@pytest.mark.parametrize("case", [*map(case_of, SYSTEMS), PROCESS], ids=str)
+@pytest.mark.parametrize("subject", [*map(under_test, SYSTEMS), PROCESS], ids=str)
 def test_a_save_that_fails_on_one_rank_is_counted_told_at_the_end_and_costs_nothing_else(
-    case: Case, tmp_path: Path
+    subject: SystemUnderTest, tmp_path: Path
 ) -> None:
-    case = replace(case, timeout_s=60.0)
-    make_folder(tmp_path, case)
-    first, second = live(stumble, tmp_path, case)  # nobody waits for a rank until its deadline
+    subject = subject.model_copy(update={"timeout_s": 60.0})
+    make_folder(tmp_path, subject)
+    first, second = attempt(stumble, tmp_path, subject)  # nobody waits for a rank until its deadline
     assert first["completed"] == second["completed"] == [1, 2, 4, 6, 7, 8]
     assert "iteration 5: OSError: [Errno 28] No space left on device" in first["complaint"]
     assert "iteration 3: OSError: [Errno 28] No space left on device" in second["complaint"]
@@ -212,7 +201,7 @@ def test_a_save_that_fails_on_one_rank_is_counted_told_at_the_end_and_costs_noth
     assert names(tmp_path / "files") == [7, 8]
 
 
-def synced(rank: int, folder: Path, case: Case) -> tuple[list[str], list[str]]:
+def synced(rank: int, folder: Path, subject: SystemUnderTest) -> Iterator[dict[str, Any]]:
     """What was synced, in order, and what lay in the newest folder when it counted."""
     done: list[str] = []
     fsync = os.fsync
@@ -222,19 +211,20 @@ def synced(rank: int, folder: Path, case: Case) -> tuple[list[str], list[str]]:
         fsync(descriptor)
 
     os.fsync = note
-    toy = Toy(case, rank, folder)
+    toy = ToyRank(subject, rank, folder)
     toy.train(1, 5)
     toy.system.drain(20.0)
     newest = folder / "files" / "iteration-00000005"
-    return done, [str(path) for path in (newest, *newest.rglob("*"))]
+    yield {"synced": done, "newest": [str(path) for path in (newest, *newest.rglob("*"))]}
 
 
 @every_system
 def test_with_fsync_it_counts_only_once_every_file_and_folder_is_on_the_medium(system: str, tmp_path: Path) -> None:
-    case = case_of(system, settings={"settings": settings_with(system, fsync=True)})
-    make_folder(tmp_path, case)
-    (first, paths), (second, _) = live(synced, tmp_path, case)
-    assert set(paths) <= {*first, *second}
+    subject = under_test(system, options={"fsync": True})
+    make_folder(tmp_path, subject)
+    told = attempt(synced, tmp_path, subject)
+    first, paths = told[0]["synced"], told[0]["newest"]
+    assert set(paths) <= {*first, *told[1]["synced"]}
     assert str(tmp_path / "files") in first
     newest = [path for path in first if "iteration-00000005" in path]
     assert newest.index(paths[0] + "/" + COMMIT) > max(
@@ -243,21 +233,22 @@ def test_with_fsync_it_counts_only_once_every_file_and_folder_is_on_the_medium(s
 
 
 def test_without_fsync_nothing_is_synced(tmp_path: Path) -> None:
-    make_folder(tmp_path, Case("dcp-async"))
-    assert [done for done, _ in live(synced, tmp_path, Case("dcp-async"))] == [[], []]
+    subject = under_test("dcp-async")
+    make_folder(tmp_path, subject)
+    assert [told["synced"] for told in attempt(synced, tmp_path, subject)] == [[], []]
 
 
 @every_system
 def test_a_modelled_storage_is_charged_for_every_byte(system: str, tmp_path: Path) -> None:
-    case = case_of(system, settings={"settings": settings_with(system, keep=9)})
-    make_folder(tmp_path, case)
-    results = live(train, tmp_path, case, 5)
+    subject = under_test(system, options={"keep": 9})
+    make_folder(tmp_path, subject)
+    results = attempt(train, tmp_path, subject, last=5)
     assert [result["completed"] for result in results] == [[1, 2, 3, 4, 5]] * NUM_RANKS
     on_disk = sum(path.stat().st_size for path in (tmp_path / "files").rglob("*") if path.is_file())
     charged = charged_bytes(tmp_path)
     assert charged == on_disk
     assert on_disk - 5 * 100 <= sum(result["sent_bytes"] for result in results) <= on_disk
-    live(refused, tmp_path, case)
+    attempt(refused, tmp_path, subject)
     assert charged_bytes(tmp_path) - charged >= 0.9 * on_disk / 5
 
 
@@ -269,30 +260,30 @@ def charged_bytes(folder: Path) -> int:
     return charged
 
 
-def wait_for_slow(rank: int, folder: Path, case: Case) -> tuple[str, list[str]]:
-    toy = Toy(case, rank, folder)
+def wait_for_slow(rank: int, folder: Path, subject: SystemUnderTest) -> Iterator[dict[str, Any]]:
+    toy = ToyRank(subject, rank, folder)
     try:
         toy.train(1, 5)
         complaint = ""
     except StoreError as error:
         complaint = str(error)
     toy.system.close()
-    return complaint, toy.traces.left()
+    yield {"complaint": complaint, "left": toy.traces.left(10.0)}
 
 
 @pytest.mark.parametrize("system", ["torchsnapshot", "dcp-async"])
 def test_a_storage_that_takes_longer_than_the_deadline_ends_in_an_error_that_says_what_to_do(
     system: str, tmp_path: Path
 ) -> None:
-    case = case_of(system, timeout_s=0.5)
-    make_folder(tmp_path, replace(case, large=case.large // 200))  # 200 times as slow
-    for complaint, left in live(wait_for_slow, tmp_path, case):
-        assert "iteration 1 is not written after 0.5 s" in complaint
-        assert "raise system.timeout_s" in complaint
-        assert left == []
+    subject = under_test(system, timeout_s=0.5)
+    make_folder(tmp_path, under_test(system, large=subject.large // 200))  # 200 times as slow
+    for told in attempt(wait_for_slow, tmp_path, subject):
+        assert "iteration 1 is not written after 0.5 s" in told["complaint"]
+        assert "raise system.timeout_s" in told["complaint"]
+        assert told["left"] == []
 
 
-def watch_checksums(rank: int, folder: Path, case: Case) -> tuple[set[bool], bool]:
+def watch_checksums(rank: int, folder: Path, subject: SystemUnderTest) -> Iterator[dict[str, Any]]:
     """Whether checksums were computed when the library called `torch.save`, and whether they would be now."""
     seen, save = set(), torch.save
 
@@ -301,19 +292,22 @@ def watch_checksums(rank: int, folder: Path, case: Case) -> tuple[set[bool], boo
         save(*arguments, **options)
 
     torch.save = note
-    train(rank, folder, case, 5)
+    yield from train(rank, folder, subject, 5)
     torch.save = save
-    return seen, torch.serialization.get_crc32_options()
+    yield {"during": list(seen), "after": torch.serialization.get_crc32_options()}
 
 
 @pytest.mark.parametrize(
-    "case", [Case("torch-save"), Case("dcp"), Case("dcp-async", {"settings": DcpSettings(threads=2)})], ids=str
+    "subject",
+    [under_test("torch-save"), under_test("dcp"), under_test("dcp-async", options={"threads": 2})],
+    ids=str,
 )
 def test_checksums_that_nobody_looks_at_are_left_out_and_only_while_a_checkpoint_is_saved(
-    case: Case, tmp_path: Path
+    subject: SystemUnderTest, tmp_path: Path
 ) -> None:
-    make_folder(tmp_path, case)
-    assert live(watch_checksums, tmp_path, case) == [({False}, True)] * NUM_RANKS
+    make_folder(tmp_path, subject)
+    told = attempt(watch_checksums, tmp_path, subject)
+    assert [(each["during"], each["after"]) for each in told] == [([False], True)] * NUM_RANKS
 
 
 @pytest.mark.parametrize(("cause", "raised"), [(OSError("full"), StoreError), (SystemExit("signal 15"), SystemExit)])

@@ -111,7 +111,7 @@ except SystemExit:
 
 
 def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("run", "compare", "export", "ablate", "list", "inspect", "doctor", "clean"):
+    for command in ("run", "compare", "export", "ablate", "list", "inspect", "check-system", "doctor", "clean"):
         assert cli(command, "--help") == 0
         assert "Usage" in capsys.readouterr().out
 

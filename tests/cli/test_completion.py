@@ -47,13 +47,14 @@ def completed(words: str, incomplete: str) -> list[CompletionItem]:
         ("ablate --spans", "layer,g", ["layer,global"]),
         ("ablate --replan", "never,sp", ["never,speculative"]),
         ("list", "sett", ["settings"]),
+        ("check-system", "gem", ["gemini", "gemini-staged"]),
     ],
 )
 def test_a_shell_completes(words: str, incomplete: str, expected: list[str]) -> None:
     assert [item.value for item in completed(words, incomplete)] == expected
 
 
-@pytest.mark.parametrize("option", ["--model", "--cluster", "--loads", "--data", "--persist-dir"])
+@pytest.mark.parametrize("option", ["--system", "--model", "--cluster", "--loads", "--data", "--persist-dir"])
 def test_what_may_be_a_path_is_completed_by_the_shell_where_no_name_fits(option: str) -> None:
     assert [item.type for item in completed(f"run {option}", "./some")] == ["file"]
 

@@ -249,6 +249,14 @@ def test_real_machines_need_a_rendezvous() -> None:
         validate(LaunchConfig, {"nnodes": 2, "node_rank": 2, "rdzv_endpoint": "a:1"}, "options")
 
 
+def test_the_earlier_name_of_the_fork_server_is_still_understood() -> None:
+    assert override(TINY, ["launch.restart=warm"]) == TINY
+    assert validate(LaunchConfig, {"restart": "warm"}, "record") == LaunchConfig()
+    assert LaunchConfig().restart == "fork-server"
+    with pytest.raises(ConfigError, match="'fork-server' or 'torchrun'"):
+        validate(LaunchConfig, {"restart": "cold"}, "options")
+
+
 def test_the_defaults_are_those_of_the_contract() -> None:
     assert (TINY.train, TINY.system) == (TrainConfig(iterations=30, warmup=5, seed=0), SystemConfig(replicas=2))
     assert (TINY.cluster.nodes, TINY.cluster.ranks_per_node, TINY.system.every) == (2, 1, 1)

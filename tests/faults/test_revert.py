@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from capricorn.emulation.fabric import Entry, Shape
+from capricorn.emulation.fabric import NamespaceEntry, Shape
 from capricorn.emulation.paced_link import Link, create_links
 from capricorn.emulation.reshape import reshape
 from capricorn.emulation.shaping import INTERFACE, cutting, mending, slowing
@@ -223,7 +223,7 @@ def test_a_link_in_the_kernel_is_slowed_cut_and_mended_from_outside_its_node() -
         assert shaped(built.enter_node(0)) == as_made
 
 
-def shaped(node: Entry) -> dict[str, str]:
+def shaped(node: NamespaceEntry) -> dict[str, str]:
     """By class of the node's device: its rate."""
     said = output(start(node, "run", "tc", "class", "show", "dev", INTERFACE))
     words = [line.split() for line in said.splitlines()]

@@ -14,6 +14,7 @@ import pytest
 
 from capricorn.runtime.persist.layout import Manifest, Stored, folder_of
 from capricorn.runtime.persist.survey import complete_in, survey_persistent_tier
+from tests.support.processes import command_of
 from tests.support.runs import LiveRun, assert_ok, assert_same_losses, command, faults, polls, run
 
 LONG = ("--iterations", "400")
@@ -102,13 +103,7 @@ def sums_of(tensors: Mapping[str, Stored]) -> dict[str, str]:
 
 
 def writers(live: LiveRun) -> list[psutil.Process]:
-    return [process for process in live.processes() if is_writer(process)]
-
-
-def is_writer(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return any("persist_process" in word for word in process.cmdline())
-    return False
+    return [process for process in live.processes() if "persist_process" in command_of(process)]
 
 
 def ranks(live: LiveRun) -> list[psutil.Process]:

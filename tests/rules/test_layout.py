@@ -24,7 +24,7 @@ LAYERS = (
     {"loads", "trainer", "faults", "stats"},
     {"launch"},
     {"compare"},
-    {"campaign", "simulate"},
+    {"campaign", "conformance", "simulate"},
     {"report", "baselines"},
     {"cli"},
 )

@@ -18,6 +18,7 @@ from capricorn.runtime.persist.survey import complete_in, survey_persistent_tier
 from capricorn.runtime.replicating_system import ReplicatingSystem
 from capricorn.runtime.save.staging import payload_of
 from tests.support.mounts import tmpfs
+from tests.support.processes import children_of, command_of
 from tests.support.runs import fill_up
 from tests.support.spawn import run_ranks
 from tests.support.tiers import Rank, train
@@ -27,7 +28,7 @@ PATIENCE_S = 60.0
 
 def writers() -> list[psutil.Process]:
     """Those of this process."""
-    return [each for each in psutil.Process().children() if any("persist_process" in word for word in each.cmdline())]
+    return [each for each in children_of(os.getpid(), recursive=False) if "persist_process" in command_of(each)]
 
 
 def complaint_of(system: ReplicatingSystem) -> str:

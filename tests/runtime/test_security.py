@@ -26,6 +26,7 @@ from capricorn.runtime.store.slot import Layout
 from capricorn.topology import Topology
 from capricorn.trainer.data import Batches
 from tests.support.mounts import tmpfs
+from tests.support.processes import command_of
 from tests.support.replicas import Pair, fill, payload_of
 from tests.support.runs import LiveRun, assert_ok, fill_up
 
@@ -52,7 +53,7 @@ def listening(processes: list[psutil.Process]) -> Iterator[tuple[str, int, str]]
             sockets = [each for each in process.net_connections("inet") if each.status in ("LISTEN", "NONE")]
         except psutil.Error:  # it has just ended
             continue
-        yield from ((each.laddr.ip, each.laddr.port, " ".join(process.cmdline())) for each in sockets)
+        yield from ((each.laddr.ip, each.laddr.port, command_of(process)) for each in sockets)
 
 
 @pytest.mark.parametrize("umask", ["000", pytest.param("077", marks=pytest.mark.slow)])

@@ -1,0 +1,71 @@
+"""The system under test: its name, and how it is set up for the test. Knows neither the toy job nor the rules."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from pydantic import Field
+
+from capricorn.config.fields import FrozenModel, check, validate
+from capricorn.systems.registry import canonical_name, find, short_name
+from capricorn.units import Seconds
+
+LARGE: Final = 400_000
+"""Numbers in the largest tensor of the toy job."""
+
+
+class SystemUnderTest(FrozenModel):
+    """A system and how it is set up when it is tested."""
+
+    system: str
+    options: dict[str, Any] = Field(default_factory=dict)
+    """`system.options.KEY` of a scenario, checked by the model of its settings."""
+    environment: dict[str, str] = Field(default_factory=dict)
+    """Variables that a library reads."""
+    has_links: bool = True
+    """Whether it sends over links that are modelled in user space; one with sockets of its own cannot."""
+    without: tuple[str, ...] = ()
+    """Tensors of the toy job that it cannot keep."""
+    large: int = LARGE
+    timeout_s: Seconds = 5.0
+    """Deadline of every wait on a peer."""
+
+    @property
+    def patience_s(self) -> Seconds:
+        """How long what is closed or has lost its rank may take to end."""
+        return 2 * self.timeout_s
+
+    def settings(self) -> Any:
+        """Returns an instance of the model of its settings; None if it has none.
+
+        Raises:
+            ConfigError: it has no such option, or a value does not fit.
+        """
+        model = find(self.system).settings_model()
+        if model is None:
+            check(not self.options, f"system {self} has no options, and so not {', '.join(self.options)}")
+            return None
+        return validate(model, self.options, f"options of {self}", lax=True)
+
+    def __str__(self) -> str:
+        return short_name(self.system)
+
+
+_GEMINI: Final = {"profile_iterations": 2, "mu": 0.8}
+SETUP: Final[dict[str, dict[str, Any]]] = {
+    # Twenty iterations of profiling are longer than the test, and `auto` is found by trial runs before the job.
+    "gemini": {"options": _GEMINI},
+    "gemini-staged": {"options": _GEMINI},
+    "lm-resiliency": {"has_links": False},
+    # Its own limit is 128 MiB. What is larger is not copied together but written as it is.
+    "torchsnapshot": {
+        "without": ("odd_bfloat16", "float8"),
+        "environment": {"TORCHSNAPSHOT_SLAB_SIZE_THRESHOLD_BYTES_OVERRIDE": "1000000"},
+    },
+}
+"""By built-in system: what differs from the defaults, so that a test of a minute reaches what is to be tested."""
+
+
+def under_test(system: str, **changes: Any) -> SystemUnderTest:
+    """Sets a system up as it is tested, except for what is changed."""
+    return SystemUnderTest.model_validate({"system": canonical_name(system)} | SETUP.get(system, {}) | changes)
