@@ -12,7 +12,7 @@ from capricorn.config.cluster import DEVICES, LOCAL, STORAGES, ClusterConfig
 from capricorn.config.fault_spec import KINDS, spelling
 from capricorn.config.presets import CLUSTERS, MODELS
 from capricorn.config.resolve import load_cluster, load_model
-from capricorn.config.settings import all_settings
+from capricorn.config.setting_list import all_settings
 from capricorn.sizing.memory import STATE_BYTES_PER_PARAM, active_params, total_params
 from capricorn.systems.registry import known
 from capricorn.units import format_bytes, format_rate

@@ -14,7 +14,7 @@ from capricorn.config.fault_spec import FaultSpec
 from capricorn.config.fields import Option, validate
 from capricorn.config.resolve import assign, load_cluster, load_model, parse_ckpt
 from capricorn.config.scenario import ROUTER, Scenario, TrainConfig
-from capricorn.config.settings import Setting, options, sections
+from capricorn.config.setting_list import Setting, options, sections
 from capricorn.errors import ConfigError
 from capricorn.sizing.scale import scale
 from capricorn.systems.registry import canonical_name, check_system

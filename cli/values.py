@@ -13,7 +13,7 @@ from capricorn.config.cluster import LOCAL
 from capricorn.config.fault_spec import KINDS, spelling
 from capricorn.config.presets import CLUSTERS, MODELS
 from capricorn.config.scenario import ROUTER
-from capricorn.config.settings import Setting, all_settings, settings_in
+from capricorn.config.setting_list import Setting, all_settings, settings_in
 from capricorn.systems.registry import SYSTEMS
 from capricorn.systems.settings import OPTIONS
 

@@ -188,7 +188,7 @@ class Pace(FrozenModel):
         return self.attention_s + self.gate_s - self.moe_gate_s
 
 
-class Times(FrozenModel):
+class IterationTimes(FrozenModel):
     """Seconds of one iteration on one node, at balanced expert loads."""
 
     compute_s: Seconds

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from capricorn.config.cluster import ClusterConfig, Pace, Times
+from capricorn.config.cluster import ClusterConfig, IterationTimes, Pace
 from capricorn.config.fault_spec import LINK_KINDS, NO_LINKS, FaultSpec
 from capricorn.config.fields import ByteCount, FrozenModel, Option, check
 from capricorn.config.planner import PlannerConfig
@@ -96,9 +96,9 @@ class Emulation(FrozenModel):
     link_bytes_per_s: BytesPerSecond
     storage_node_bytes_per_s: BytesPerSecond | None
     storage_total_bytes_per_s: BytesPerSecond | None
-    there: Times | None
+    there: IterationTimes | None
     """Of the target, in its own seconds."""
-    here: Times
+    here: IterationTimes
 
     @property
     def rho(self) -> float:

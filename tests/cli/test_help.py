@@ -12,7 +12,7 @@ from capricorn.cli.main import COMMANDS, app, load_command
 from capricorn.cli.options import GROUPS
 from capricorn.cli.values import system_settings
 
-from capricorn.config.settings import Setting
+from capricorn.config.setting_list import Setting
 from tests.cli.test_cli import cli
 
 GROUPED = ("run", "compare", "faults", "ablate", "doctor")

@@ -11,7 +11,7 @@ from pydantic import Field
 from capricorn.config.fields import ByteCount, FrozenModel, Option
 from capricorn.config.resolve import assign, load_model
 from capricorn.config.scenario import Scenario
-from capricorn.config.settings import Setting, all_settings, options, settings_in
+from capricorn.config.setting_list import Setting, all_settings, options, settings_in
 from capricorn.loads.synthetic import PHASES
 
 
