@@ -15,8 +15,8 @@ from .output import console
 
 @click.command()
 @click.option("--root", type=click.Path(path_type=Path), default=StoreConfig().root, show_default=True,
-              help="folder of the stores, as store.root of the runs")  # fmt: skip
-@click.option("-n", "--dry-run", is_flag=True, help="list them only")
+              help="Look for stores in this folder, as store.root of the runs")  # fmt: skip
+@click.option("-n", "--dry-run", is_flag=True, help="List them only")
 def clean(root: Path, dry_run: bool) -> int:
     """Remove the stores of dead runs, and small file systems of dead campaigns; what is alive is never touched."""
     from capricorn.campaign.small_file_systems import remove_leftovers

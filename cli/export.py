@@ -29,18 +29,29 @@ FIGURE_FORMATS = ("svg", "pdf", "png")
 
 @click.command()
 @click.argument("paths", nargs=-1, required=True, metavar="PATH...", type=click.Path(path_type=Path))
-@click.option("--format", "table", type=click.Choice(FORMATS), help="[default: by the suffix of --out, or else md]")
-@click.option("--out", type=click.Path(path_type=Path), help="file to write  [default: stdout]")
+@click.option(
+    "--format",
+    "table",
+    type=click.Choice(FORMATS),
+    help="Write tables in this format (default: by the suffix of --out, or else md)",
+)
+@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="Write this file (default: stdout)")
 @click.option(
     "--figures",
     type=click.Path(path_type=Path, file_okay=False),
     metavar="DIR",
-    help="also write the figures into a folder",
+    help="Also draw the figures, into this folder",
 )
-@click.option("--figure-format", "kinds", type=click.Choice(FIGURE_FORMATS), multiple=True,
-              help="repeatable  [default: all]")  # fmt: skip
-@click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="of exported weights  [default: as they are]")
-@click.option("--trace", type=click.Path(path_type=Path), metavar="FILE", help="also write timelines, for Perfetto")
+@click.option(
+    "--figure-format",
+    "kinds",
+    type=click.Choice(FIGURE_FORMATS),
+    multiple=True,
+    help="Draw them in this format; repeatable (default: all)",
+)
+@click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="Convert exported weights (default: as they are)")
+@click.option("--trace", type=click.Path(path_type=Path), metavar="FILE",
+              help="Also write timelines, for Perfetto")  # fmt: skip
 def export(
     paths: tuple[Path, ...], table: str | None, out: Path | None, figures: Path | None, kinds: tuple[str, ...],
     dtype: str | None, trace: Path | None,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +23,16 @@ from capricorn.errors import ConfigError
 
 from .campaign_plan import planned
 from .experiment import refuse_given
-from .options import output_options, unresolved_options
+from .options import command, listed, output_options, systems_option, unresolved_options
 from .output import PROGRAM, console, print_json
 from .run import make_folder
+from .values import KIND_LIST, WholeNumber
 
 DEFAULTS = {"model": "mixtral-tiny", "iterations": 12, "warmup": 0}
 DEFAULT_SYSTEMS, DEFAULT_COUNT = "capricorn", 16
 REPORT = "report.md"
 OUTPUT = {"as_json", "quiet", "verbose"}
 _TIME_UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
-
-
-def _listed(context: click.Context, parameter: click.Parameter, values: Sequence[str]) -> tuple[str, ...]:
-    """Returns the words of all values, each a list with commas."""
-    return tuple(word.strip() for value in values for word in value.split(",") if word.strip())
 
 
 def _duration(context: click.Context, parameter: click.Parameter, text: str | None) -> float | None:
@@ -55,50 +50,62 @@ def _duration(context: click.Context, parameter: click.Parameter, text: str | No
     return seconds
 
 
-@click.command(context_settings={"default_map": DEFAULTS})
-@click.option(
-    "--systems",
-    multiple=True,
-    callback=_listed,
-    default=[DEFAULT_SYSTEMS],
-    metavar="A,B:KEY=VALUE,...",
-    show_default=DEFAULT_SYSTEMS,
-    help="what failures are injected into, each with settings of its own; see `list systems`",
+@command(
+    "faults --systems capricorn,gemini --count 32",
+    "faults --fault kill@rank=1,iteration=5",
+    context_settings={"default_map": DEFAULTS},
 )
+@systems_option(DEFAULT_SYSTEMS, "Strike these systems, each with settings of its own; see `list systems`")
 @click.option(
     "--kinds",
     multiple=True,
-    callback=_listed,
+    callback=listed,
+    type=KIND_LIST,
     metavar="K,K",
-    help="of the failures that are drawn, see `list faults`; also FILE.py:NAME  [default: all built in that apply]",
+    panel="Failures",
+    help="Draw failures of these kinds of `list faults`, or FILE.py:NAME (default: all built in that apply)",
 )
 @click.option(
     "--count",
-    type=click.IntRange(min=1),
+    type=WholeNumber(1),
     default=DEFAULT_COUNT,
     show_default=True,
-    help="failures to draw from --seed, where no --fault is given",
+    metavar="N",
+    panel="Failures",
+    help="Draw this many failures from --seed, where no --fault is given",
 )
 @click.option(
     "--mtbf",
     callback=_duration,
     metavar="TIME",
-    help="instead: failures at random times with this mean between them, as in 30s, and what they cost",
+    panel="Failures",
+    help="Instead let failures come at random times with this mean between them, as 30s, and say what they cost",
 )
 @click.option(
     "--node-loss-frac",
     type=click.FloatRange(0, 1),
     default=0.1,
     show_default=True,
-    help="of these failures, the part that takes the memory of a node along",
+    metavar="PART",
+    panel="Failures",
+    help="Let this part of them take the memory of a node along",
 )
-@click.option("--keep-runs", is_flag=True, help="keep the folders of runs that passed, too")
+@click.option("--keep-runs", is_flag=True, help="Keep the folders of runs that passed, too")
 @click.option(
-    "--resume", type=click.Path(path_type=Path), metavar="FOLDER", help="make the runs that are missing in it"
+    "--resume",
+    type=click.Path(path_type=Path),
+    metavar="FOLDER",
+    panel="What",
+    help="Make the runs that are missing in this folder",
 )
-@click.option("--repro", is_flag=True, help="print the command that repeats each case, and start nothing")
+@click.option("--repro", is_flag=True, help="Print the command that repeats each case, and start nothing")
 @click.option(
-    "--case", "number", type=click.IntRange(min=0), metavar="N", help="only the failure of that number, from 0"
+    "--case",
+    "number",
+    type=WholeNumber(0),
+    metavar="N",
+    panel="Failures",
+    help="Run only the failure of that number, from 0",
 )
 @unresolved_options
 @output_options

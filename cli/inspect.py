@@ -51,7 +51,7 @@ class Found:
 @click.command()
 @click.argument("target")
 @click.option("--root", type=click.Path(path_type=Path), default=StoreConfig().root, show_default=True,
-              help="folder of the stores, as store.root of the run")  # fmt: skip
+              help="Look for stores in this folder, as store.root of the run")  # fmt: skip
 @json_option
 def inspect(target: str, root: Path, as_json: bool) -> int:
     """Show a run, a store in memory, or checkpoints on disk: give its folder, or the run id."""

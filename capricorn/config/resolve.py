@@ -17,6 +17,7 @@ from capricorn.config.presets import CLUSTERS, MODELS
 from capricorn.config.scenario import MOVED_SECTIONS, ModelConfig, Scenario
 from capricorn.errors import ConfigError, unknown_name
 
+SEE: Final = "see capricorn-bench list settings"
 RENAMED: Final[Mapping[str, str]] = {"system.give_way": "system.idle_priority"}
 """Keys of earlier versions, each with its key of today; still accepted, with a note."""
 
@@ -107,7 +108,7 @@ def assign(scenario: Scenario, assignments: Iterable[str]) -> Scenario:
     for assignment in assignments:
         written, equals, value = assignment.partition("=")
         if not equals:
-            raise ConfigError(f"--set {assignment!r} is not key=value")
+            raise ConfigError(f"--set {assignment!r} is not key=value, as in system.every=2; {SEE}")
         key = canonical_key(written)
         if key.startswith(OPTIONS) and key != OPTIONS:
             tree["system"]["options"][key.removeprefix(OPTIONS)] = value
@@ -116,7 +117,8 @@ def assign(scenario: Scenario, assignments: Iterable[str]) -> Scenario:
         known = [f"{s}.{f}" for s, table in tree.items() if isinstance(table, dict) for f in table]
         if key not in known:
             nearest = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {nearest[0]!r}?" if nearest else f"sections: {', '.join(tree)}"
+            sections = ", ".join(name for name, table in tree.items() if isinstance(table, dict))
+            hint = f"did you mean {nearest[0]!r}?" if nearest else f"sections: {sections}; {SEE}"
             raise ConfigError(f"--set {assignment!r}: unknown key {written!r}; {hint}")
         if key == OPTIONS.removesuffix("."):
             raise ConfigError(f"--set {assignment!r}: name one of them, as in {OPTIONS}KEY=VALUE")

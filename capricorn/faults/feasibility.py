@@ -21,7 +21,7 @@ def check_faults(scenario: Scenario, out: Path) -> None:
         ConfigError: one of them cannot, with the reason, or its kind cannot be loaded.
     """
     for fault in scenario.faults:
-        if reason := why_not(fault, scenario) or _why_not_here(fault, scenario, out):
+        if reason := why_not(fault, scenario) or why_not_here(fault, scenario, out):
             raise ConfigError(f"fault {fault}: {reason}")
 
 
@@ -30,7 +30,7 @@ def why_no_cgroup(name: str) -> str:
     return cgroup.why_not() if "memory cgroup" in kind_of(name).needs else ""
 
 
-def _why_not_here(fault: FaultSpec, scenario: Scenario, out: Path) -> str:
+def why_not_here(fault: FaultSpec, scenario: Scenario, out: Path) -> str:
     fills = kind_of(fault.kind).fills
     if fills == "store":
         return why_not_fill(Path(scenario.store.root))

@@ -21,8 +21,11 @@ import psutil
 import capricorn
 from capricorn.config.scenario import Scenario
 from capricorn.errors import ConfigError
+from capricorn.faults.applicability import why_not
+from capricorn.faults.feasibility import why_not_here
+from capricorn.planner.placement import recovery_probability
 from capricorn.records.samples import Environment
-from capricorn.sizing.memory import Needs, needs_of
+from capricorn.sizing.memory import STATE_BYTES_PER_PARAM, Needs, needs_of, total_params
 from capricorn.systems.registry import SYSTEMS, find
 from capricorn.units import Bytes, format_bytes
 
@@ -30,6 +33,8 @@ MIN_PYTHON = (3, 11)
 PACKAGES = ("torch", "capricorn-bench", "numpy", "fairscale", "torchsnapshot", "lm-resiliency", "torch_checkpointing")
 BASE_FILES, FILES_PER_RANK = 64, 16
 """Descriptors of one process: libraries, pipes and logs, and per rank its gloo and checkpoint sockets and a slot."""
+
+NUM_LOST = 2
 
 _CGROUP = Path("/sys/fs/cgroup")
 _CAP_NET_ADMIN = 12
@@ -136,10 +141,15 @@ def require(scenario: Scenario) -> None:
 
 
 def checks(scenario: Scenario) -> list[Check]:
-    """Returns all that doctor looks at: what the scenario needs, the other systems, privileges."""
+    """Returns all there is to check before the scenario is run: what it needs, and what was asked of it."""
     scenario = resolve_device(scenario)
+    return [*_needed(scenario), *_check_persist_folder(scenario), *_check_faults(scenario), *_foresee_losses(scenario)]
+
+
+def other_checks(scenario: Scenario) -> list[Check]:
+    """Returns what this machine can do besides: the other systems, and privileges."""
     others = [_check_system(name, is_needed=False) for name in SYSTEMS if name != scenario.system.name]
-    return [*_needed(scenario), *others, _check_privileges()]
+    return [*others, _check_privileges()]
 
 
 def _needed(scenario: Scenario) -> Iterator[Check]:
@@ -206,6 +216,37 @@ def _check_memory(scenario: Scenario, needs: Needs) -> Check:
         "host memory", found >= needs.host_bytes, f"{format_bytes(found)} available",
         format_bytes(needs.host_bytes), advice,
     )  # fmt: skip
+
+
+def _check_persist_folder(scenario: Scenario) -> Iterator[Check]:
+    """Whether checkpoints can go where the user wants them; makes no folder."""
+    if not scenario.persist.dir:
+        return
+    folder = Path(scenario.persist.dir).resolve()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    num_kept = scenario.persist.keep + 1 if scenario.persist.every else 0
+    needed_bytes = num_kept * STATE_BYTES_PER_PARAM * total_params(scenario.model)
+    can_write, free_bytes = there.is_dir() and os.access(there, os.W_OK | os.X_OK), _free_bytes(there)
+    found = f"{format_bytes(free_bytes)} free" if can_write else f"{there} is no writable folder"
+    yield Check(
+        f"--persist-dir {folder}", can_write and free_bytes >= needed_bytes, found,
+        f"{format_bytes(needed_bytes)} free", "name a folder with more room, or a smaller persist.keep",
+    )  # fmt: skip
+
+
+def _check_faults(scenario: Scenario) -> Iterator[Check]:
+    """Whether each failure that was asked for can be injected here, into a run that is recorded below this folder."""
+    for fault in scenario.faults:
+        reason = why_not(fault, scenario) or why_not_here(fault, scenario, Path())
+        yield Check(f"fault {fault}", not reason, reason or "can be injected", "-", "leave it out")
+
+
+def _foresee_losses(scenario: Scenario) -> Iterator[Check]:
+    """How likely memory still holds a copy of every shard when two nodes are lost at once."""
+    system, num_nodes = scenario.system, scenario.cluster.nodes
+    if num_nodes >= NUM_LOST and system.every and "peer" in find(system.name).tiers:
+        probability = recovery_probability(num_nodes, system.replicas, NUM_LOST)
+        yield Check("two nodes lost at once", True, f"recoverable with probability {probability:.1%}", "-")
 
 
 def _less_store(scenario: Scenario, root: Path, needs: Needs) -> str:

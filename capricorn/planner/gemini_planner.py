@@ -39,13 +39,18 @@ class GeminiStagedSettings(SystemSettings):
     EMULATED: ClassVar[Mapping[str, Any]] = MappingProxyType({"buffer_bytes": EMULATED_BUFFER_BYTES})
 
     mu: Literal["auto", "sweep"] | float = Field(
-        default=AUTO, description="safety factor of a span; auto tries several on the scenario first, sweep is that try"
+        default=AUTO,
+        description="Fill this part of a span; auto tries several on the scenario first, sweep is that try",
     )
-    tuned_in: str = Field(default="", description="the run in which mu was found")
-    sweep_rounds: int = Field(default=2, gt=0, description="times that each factor is tried there and back in a sweep")
-    profile_iterations: int = Field(default=20, gt=0, description="first iterations, profiled and not checkpointed")
-    buffer_bytes: ByteCount = Field(default=128 * MIB, ge=1024, description="of all sub-buffers together, R")
-    num_buffers: int = Field(default=4, ge=2, description="sub-buffers, p")
+    tuned_in: str = Field(default="", description="Run in which mu was found")
+    sweep_rounds: int = Field(default=2, gt=0, description="Times that a sweep tries each factor, there and back")
+    profile_iterations: int = Field(
+        default=20, gt=0, description="First iterations, which are profiled and not checkpointed"
+    )
+    buffer_bytes: ByteCount = Field(
+        default=128 * MIB, ge=1024, description="Bytes of all sub-buffers together (R of the paper)"
+    )
+    num_buffers: int = Field(default=4, ge=2, description="Sub-buffers that a chunk passes through (p of the paper)")
 
     @model_validator(mode="after")
     def _check(self) -> Self:

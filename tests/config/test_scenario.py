@@ -142,7 +142,8 @@ def test_a_model_may_come_from_a_toml_file(tmp_path: Path) -> None:
     ("text", "message"),
     [
         (MODEL_TOML + "hiden = 3\n", "unknown key 'hiden'"),
-        (MODEL_TOML.replace("num_layers = 2", ""), "num_layers"),
+        (MODEL_TOML.replace("num_layers = 2", ""), "num_layers is missing"),
+        (MODEL_TOML.replace("num_layers", "layers"), "unknown key 'layers'; did you mean 'num_layers'?"),
         (MODEL_TOML.replace("hidden = 32", 'hidden = "wide"'), "hidden = 'wide'"),
         ("= 3", "is not TOML"),
     ],

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from capricorn.config.cluster import Times
+from capricorn.config.cluster import IterationTimes
 from capricorn.config.scenario import Scenario
 from capricorn.report.terminal.grid import pairs, plain_table
 from capricorn.report.text import describe, format_params, format_time
@@ -69,7 +69,7 @@ def scale_table(scenario: Scenario) -> RenderableType:
     return Group(title, table)
 
 
-def _part(times: Times, key: str) -> str:
+def _part(times: IterationTimes, key: str) -> str:
     """Writes a part of an iteration, and how it compares to computing, which must be equal there and here."""
     seconds: Seconds = getattr(times, f"{key}_s")
     return f"{format_time(seconds)} ({seconds / times.compute_s:.3f})"
