@@ -26,6 +26,12 @@ def expected_ettr(interval_s: Seconds, checkpoint_s: Seconds, recovery_s: Second
 
     A failure costs half an interval on average, and the recovery; a checkpoint costs what it blocks.
 
+    Args:
+        interval_s: tau, the time between two checkpoints.
+        checkpoint_s: delta, what training waits for a checkpoint.
+        recovery_s: R, from a failure until training goes on.
+        mtbf_s: M, the mean time between two failures.
+
     Raises:
         ConfigError: there is no time between two checkpoints.
     """

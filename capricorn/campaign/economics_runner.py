@@ -32,6 +32,14 @@ class EconomicsRunner:
     """Carries out one record; the runs lie beside its folder."""
 
     def __init__(self, folder: Path, record: CampaignRecord, watch: Watch, say: Say) -> None:
+        """Starts nothing yet; `run` does.
+
+        Args:
+            folder: of the campaign; its runs lie beside it.
+            record: what is to be done, and how far it has come.
+            watch: makes what listens to a run.
+            say: shows a line to people.
+        """
         self._folder, self.record = folder, record
         self._place = Workplace(folder.parent, watch, say)
         self._scenario = record.scenarios[AS_CONFIGURED]

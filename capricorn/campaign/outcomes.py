@@ -67,7 +67,15 @@ def mean_complete_s(samples: Sequence[IterationSample]) -> Seconds:
 def measured(
     planned: MeasuredEconomics, outcome: RunOutcome, *, iteration_s: Seconds, num_iterations: int, mtbf_s: Seconds
 ) -> MeasuredEconomics:
-    """Returns the system with what its run under the schedule came to."""
+    """Returns the system with what its run under the schedule came to.
+
+    Args:
+        planned: the system, and how often it was to make a checkpoint.
+        outcome: its run with all failures.
+        iteration_s: what an iteration takes without checkpoints and failures.
+        num_iterations: iterations of the run.
+        mtbf_s: the mean time between two failures.
+    """
     facts = {"run_id": outcome.run_id, "failure": outcome.failure, "iteration_s": iteration_s}
     if outcome.failure:
         return planned.model_copy(update=facts)

@@ -24,6 +24,12 @@ FIRST, MARGIN = 2, 2
 def draw(kinds: Sequence[str], scenario: Scenario, seed: int, number: int) -> FaultSpec:
     """Returns the fault of that number: the same however many are drawn, and every kind as often as any other.
 
+    Args:
+        kinds: names of the kinds that are drawn from.
+        scenario: the run that the fault comes to.
+        seed: of the campaign.
+        number: of the fault, from 0.
+
     Raises:
         ConfigError: the run is too short for a fault.
     """
@@ -59,6 +65,13 @@ def schedule(
 
     Time is that of training without checkpoints and without failures, in which iteration i ends at i x `iteration_s`:
     so faults come to all systems at the same places, however long they take to come there.
+
+    Args:
+        scenario: the run that they come to.
+        mtbf_s: the mean time between two of them.
+        iteration_s: what an iteration takes without checkpoints and failures.
+        node_loss_frac: part of them that takes a whole node along.
+        seed: of the campaign.
 
     Raises:
         ConfigError: the run is too short for a fault.

@@ -98,7 +98,14 @@ def difference(ours: Reference, theirs: Reference) -> str:
 
 
 def judge(fault: FaultSpec, scenario: Scenario, outcome: RunOutcome, reference: Reference) -> Judgement:
-    """Returns the verdict on a run into which the fault was injected."""
+    """Returns the verdict on a run into which the fault was injected.
+
+    Args:
+        fault: what was to be injected.
+        scenario: of the run.
+        outcome: what the run left.
+        reference: losses and last state of the same work without a fault.
+    """
     recoveries = _completed(outcome)
     allowed = [allowed_iterations(scenario, recovery, _usable(fault, outcome)) for recovery in recoveries]
     phases = {phase: sum(getattr(each, phase) or 0.0 for each in recoveries) for phase in PHASES}

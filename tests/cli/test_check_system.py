@@ -9,11 +9,11 @@ import subprocess
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 from capricorn.cli.main import main
 
 from capricorn.conformance.rules import RULES
+from tests.support.processes import children_of, command_of
 from tests.support.runs import PROGRAM, command, polls
 from tests.support.sources import ROOT
 
@@ -75,13 +75,13 @@ def test_an_interrupt_leaves_no_process_and_no_file(tmp_path: Path) -> None:
         start_new_session=True,
     ) as process:
         for _ in polls(60.0):
-            if len(psutil.Process(process.pid).children(recursive=True)) >= 3:  # the server and two ranks
+            children = children_of(process.pid)
+            if len(children) >= 3:  # the server and two ranks
                 break
-        children = psutil.Process(process.pid).children(recursive=True)
         time.sleep(0.2)
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=60.0)
     assert process.returncode == 130, stderr
     assert len(children) >= 3
-    assert not any(map(psutil.Process.is_running, children))
+    assert not any(map(command_of, children))
     assert list(tmp_path.iterdir()) == []

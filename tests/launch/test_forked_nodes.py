@@ -19,7 +19,7 @@ from capricorn.launch.nodes import FAILED, UNREACHABLE, GaveUpError
 from capricorn.launch.restart_policy import FIRST_ITERATION_PATIENCE_S
 from capricorn.records.job_file import Job
 from capricorn.records.samples import EVENTS, EventSample, read_samples
-from tests.support.struck import TINY, with_faults
+from tests.support.fault_jobs import TINY, with_faults
 
 NUM_NODES, MAX_RESTARTS = 3, 2
 WAIT_S = 0.1

@@ -26,7 +26,7 @@ from capricorn.launch.launch_messages import (
 from capricorn.launch.node_agent import HEARTBEAT_S, LEAVE_S, NodeAgent, RankProcess
 from capricorn.launch.nodes import FAILED
 from capricorn.records.job_file import Job
-from tests.support.struck import TINY
+from tests.support.fault_jobs import TINY
 
 RANKS = (2, 3)
 """Of node 1 of two nodes."""

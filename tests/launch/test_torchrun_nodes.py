@@ -14,7 +14,7 @@ from capricorn.emulation.testbed import Loopback
 from capricorn.launch.nodes import GaveUpError
 from capricorn.launch.torchrun_nodes import TorchrunNodes
 from capricorn.records.job_file import Job
-from tests.support.struck import TINY, with_faults
+from tests.support.fault_jobs import TINY, with_faults
 
 NUM_NODES, MAX_RESTARTS = 2, 2
 

@@ -146,6 +146,12 @@ class Slot:
     def __init__(self, path: Path, owner: int, layout: Layout, *, create: bool = True) -> None:
         """Maps the file, first making it and claiming all its memory if it is not there.
 
+        Args:
+            path: of the file.
+            owner: whose state it holds.
+            layout: sizes of the state.
+            create: whether a missing file is made.
+
         Raises:
             StoreError: tmpfs is full, or the file belongs to a state of another layout.
         """
