@@ -141,8 +141,7 @@ class Library(abc.ABC):
 
         Called on rank 0 alone, by the training thread or the writer thread, at any time: it only looks at files.
         """
-        signs = [_sign_of(folder, rank) for rank in range(num_ranks)]
-        return all(sign.exists() and all((folder / name).exists() for name in _signed(sign)) for sign in signs)
+        return all(_is_as_signed(folder, _sign_of(folder, rank)) for rank in range(num_ranks))
 
     @abc.abstractmethod
     def load(self, folder: Path) -> None:
@@ -185,7 +184,8 @@ class Library(abc.ABC):
         files = self.write(folder)
         if self.fsync:
             sync(files, folder)  # before the sign that makes them count
-        sign = write_whole(_sign_of(folder, self.job.rank), "\n".join(str(file.relative_to(folder)) for file in files))
+        lines = [f"{file.stat().st_size} {file.relative_to(folder)}" for file in files]
+        sign = write_whole(_sign_of(folder, self.job.rank), "\n".join(lines))
         self.charge(sign.stat().st_size)
         return [*files, sign]
 
@@ -480,9 +480,14 @@ def in_words(error: BaseException) -> str:
 
 
 def _sign_of(folder: Path, rank: int) -> Path:
-    """Returns the file that lists, a name a line, what a rank has written, once all of it is there."""
+    """Returns the file that lists, a size and a name a line, what a rank has written, once all of it is there."""
     return folder / f"rank{rank}.files"
 
 
-def _signed(sign: Path) -> list[str]:
-    return sign.read_text(encoding="utf-8").splitlines()
+def _is_as_signed(folder: Path, sign: Path) -> bool:
+    """Returns whether the files that a rank has signed are there, none of them cut short."""
+    try:
+        lines = [line.partition(" ") for line in sign.read_text(encoding="utf-8").splitlines()]
+        return all((folder / name).stat().st_size == int(size) for size, _, name in lines)
+    except (FileNotFoundError, ValueError):
+        return False

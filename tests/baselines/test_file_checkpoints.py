@@ -107,6 +107,8 @@ def test_by_default_a_folder_is_whole_once_every_rank_has_written_and_as_long_as
     assert not first.is_whole(folder, 2)
     second.begin(folder)()
     assert first.is_whole(folder, 2)
+    (folder / "1.bin").write_bytes(bytes(5))
+    assert not first.is_whole(folder, 2), "a file was cut short"
     (folder / "1.bin").unlink()
     assert not first.is_whole(folder, 2)
 
