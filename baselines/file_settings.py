@@ -13,11 +13,13 @@ from capricorn.systems.settings import FileSettings
 class TorchSnapshotSettings(FileSettings):
     """Settings of the torchsnapshot library."""
 
-    budget_bytes: ByteCount = Field(default=0, ge=0, description="RAM for staging, a rank; 0 is twice its state")
+    budget_bytes: ByteCount = Field(
+        default=0, ge=0, description="Memory in which a rank may stage; 0 is twice its state"
+    )
 
 
 class DcpSettings(FileSettings):
     """Settings of torch.distributed.checkpoint."""
 
-    mode: Literal["thread", "process"] = Field(default="thread", description="who writes in dcp-async")
-    threads: int = Field(default=1, ge=1, description="threads that write, a rank, each a file of its own")
+    mode: Literal["thread", "process"] = Field(default="thread", description="Who writes in dcp-async")
+    threads: int = Field(default=1, ge=1, description="Threads of a rank that write, each into a file of its own")

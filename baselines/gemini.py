@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import ClassVar
+
+from pydantic import BaseModel
 
 from capricorn.errors import ConfigError
 from capricorn.hooks import OpKey
@@ -26,7 +29,7 @@ class GeminiStaged(ReplicatingSystem):
     """
 
     profiles_first = True
-    settings = GeminiStagedSettings
+    settings: ClassVar[type[BaseModel] | None] = GeminiStagedSettings
 
     def attach(self, job: JobContext, state: FlatState) -> None:
         self._settings = self.settings_in(job)
@@ -36,8 +39,8 @@ class GeminiStaged(ReplicatingSystem):
         self.first_iteration = 1 if job.attempt else self._settings.profile_iterations + 1
         super().attach(job, state)
 
-    def _make_planner(self, hosts: Sequence[int], shard_bytes: Bytes) -> Planner:
-        return GeminiPlanner(self._settings, rank=self._job.rank, num_remote=len(hosts), shard_bytes=shard_bytes)
+    def make_planner(self, holders: Sequence[int], shard_bytes: Bytes) -> Planner:
+        return GeminiPlanner(self._settings, rank=self.job.rank, num_remote=len(holders), shard_bytes=shard_bytes)
 
     def _is_reactive(self) -> bool:
         return False
@@ -63,7 +66,7 @@ class Gemini(GeminiStaged):
 
     def before_update(self, iteration: int) -> None:
         self._local.open()
-        save = self._completion.pending
+        save = self._commit_tracker.pending
         if save is not None:
             assert self._executor is not None
             begin_s = time.perf_counter()
@@ -84,6 +87,6 @@ class Gemini(GeminiStaged):
         config = self._settings
         self._local = CutStager(stager, patience_s=self._timeout_s / 2)
         live = LiveSource(
-            self._state, layout, self._job.device, buffer_bytes=config.buffer_bytes, num_buffers=config.num_buffers
+            self._state, layout, self.job.device, buffer_bytes=config.buffer_bytes, num_buffers=config.num_buffers
         )
         return self._local, live

@@ -13,7 +13,7 @@ from pathlib import Path
 from capricorn.config.cluster import ClusterConfig
 from capricorn.emulation.measure import measure_links
 from capricorn.emulation.route import Links
-from capricorn.emulation.testbed import NAMESPACES, PACED, Ground, lay_ground
+from capricorn.emulation.testbed import NAMESPACES, PACED, NetworkBackend, create_network
 from capricorn.errors import ConfigError
 from capricorn.units import format_seconds
 
@@ -22,25 +22,31 @@ ROUNDS = 3
 
 
 @contextlib.contextmanager
-def _laid(way: str, *, qos: bool = False) -> Iterator[tuple[Ground, str, list[str]]]:
+def _laid(way: str, *, qos: bool = False) -> Iterator[tuple[NetworkBackend, str, list[str]]]:
     """The nodes, a folder, and the folder of links if they are paced in user space."""
     cluster = ClusterConfig(
-        name="bench", nodes=NODES, attention_s=1, expert_s=1, rate_bytes_per_s=RATE, qos=qos, links=way
+        name="bench",
+        nodes=NODES,
+        attention_s=1,
+        expert_s=1,
+        rate_bytes_per_s=RATE,
+        qos=qos,
+        links=way,  # type: ignore[arg-type]
     )
-    ground, _ = lay_ground(cluster)
+    network, _ = create_network(cluster)
     with tempfile.TemporaryDirectory(prefix="capricorn-bench-", dir="/dev/shm") as folder:
         links = [str(Path(folder) / "links")] if way == PACED else []
         if links:
             Links.create(Path(links[0]), NODES, RATE).close()
         try:
-            yield ground, folder, links
+            yield network, folder, links
         finally:
-            ground.close()
+            network.close()
 
 
-def _start(ground: Ground, node: int, *module: str) -> subprocess.Popen[str]:
-    entry = ground.enter_node(node)
-    env = {**os.environ, "GLOO_SOCKET_IFNAME": ground.interface, "OMP_NUM_THREADS": "1"}
+def _start(network: NetworkBackend, node: int, *module: str) -> subprocess.Popen[str]:
+    entry = network.enter_node(node)
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": network.interface, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [*entry.prefix, *module], pass_fds=entry.pass_fds, env=env, stdout=subprocess.PIPE, text=True
     )
@@ -48,10 +54,12 @@ def _start(ground: Ground, node: int, *module: str) -> subprocess.Popen[str]:
 
 def _all_to_all(way: str, stream: str) -> dict[str, float]:
     """All-to-alls beside a stream to the next node, as rank 0 sees them."""
-    with _laid(way, qos=stream == "low") as (ground, folder, links):
-        addresses = ",".join(map(ground.address, range(NODES)))
+    with _laid(way, qos=stream == "low") as (network, folder, links):
+        addresses = ",".join(map(network.address, range(NODES)))
         ranks = [
-            _start(ground, rank, "benchmarks.all_to_all_rank", str(rank), str(NODES), folder, addresses, stream, *links)
+            _start(
+                network, rank, "benchmarks.all_to_all_rank", str(rank), str(NODES), folder, addresses, stream, *links
+            )
             for rank in range(NODES)
         ]
         texts = [rank.communicate(timeout=120)[0] for rank in ranks]
@@ -61,21 +69,21 @@ def _all_to_all(way: str, stream: str) -> dict[str, float]:
 
 def _two_flows(way: str) -> list[float]:
     """What two flows out of node 0 get of the rate, each to another node."""
-    with _laid(way) as (ground, _, links):
-        sinks = [_start(ground, node, "benchmarks.flow", "sink", ground.address(node), "7001") for node in (1, 2)]
+    with _laid(way) as (network, _, links):
+        sinks = [_start(network, node, "benchmarks.flow", "sink", network.address(node), "7001") for node in (1, 2)]
         for sink in sinks:
             assert sink.stdout is not None
             assert sink.stdout.readline() == "ready\n"
         for node in (1, 2):
             where = [*links, "0", str(node)] if links else []
-            _start(ground, 0, "benchmarks.flow", "source", ground.address(node), "7001", *where)
+            _start(network, 0, "benchmarks.flow", "source", network.address(node), "7001", *where)
         return [float(sink.communicate(timeout=30)[0]) / RATE for sink in sinks]
 
 
 def _measure_rates(way: str) -> None:
-    with _laid(way) as (ground, _, links):
-        entries = [ground.enter_node(node) for node in range(NODES)]
-        addresses = [ground.address(node) for node in range(NODES)]
+    with _laid(way) as (network, _, links):
+        entries = [network.enter_node(node) for node in range(NODES)]
+        addresses = [network.address(node) for node in range(NODES)]
         samples = measure_links(entries, addresses, Path(links[0]) if links else None)
     parts = ", ".join(f"{sample.bytes_per_s / RATE:.3f}" for sample in samples)
     trip_s = sorted(sample.round_trip_s for sample in samples)[NODES // 2]

@@ -1,4 +1,4 @@
-"""From a failure to the next finished iteration on mixtral-tiny: ranks forked from a warm process against torchrun."""
+"""From a failure to the next finished iteration on mixtral-tiny: ranks from the fork server against torchrun."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from capricorn.records.samples import RECOVERIES, RecoverySample, read_samples
 from capricorn.units import Seconds
 
 ROUNDS = 5
-WAYS = ("warm", "torchrun")
+WAYS = ("fork-server", "torchrun")
 FAULTS = ("kill@rank=1,iteration=8", "kill-all@iteration=8", "node-loss@node=1,iteration=8")
 PHASES = ("detect_s", "restart_s", "agree_s", "fetch_s", "load_s", "first_iteration_s")
 
@@ -36,7 +36,8 @@ def main() -> None:
                 for way in WAYS if count % 2 else reversed(WAYS):
                     measured[way].append(_phases(fault, way, out))
             totals = {way: [sum(phases) for phases in rounds] for way, rounds in measured.items()}
-            print(f"{fault}: torchrun / warm {ratio(totals['torchrun'], totals['warm'])} over {ROUNDS} rounds")
+            speedup = ratio(totals["torchrun"], totals["fork-server"])
+            print(f"{fault}: torchrun / fork-server {speedup} over {ROUNDS} rounds")
             for way, rounds in measured.items():
                 parts = [
                     f"{name.removesuffix('_s')} {median(part):.3f}"

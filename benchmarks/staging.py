@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.timing import interleaved, ratio
 from capricorn.runtime.save.flat_state import FlatState
-from capricorn.runtime.save.staging import HostStager, payload_of
+from capricorn.runtime.save.staging import CpuStager, payload_of
 from capricorn.runtime.store.slot import Layout, Slot, checksum
 from capricorn.units import MIB
 
@@ -25,7 +25,7 @@ def main() -> None:
     source, plain = torch.randn(SHARD_BYTES // 4), torch.empty(SHARD_BYTES // 4).fill_(0)
     with TemporaryDirectory(dir="/dev/shm") as folder:
         slot = Slot(Path(folder) / "slot", 0, Layout(state.num_bytes, MIB, state.digest))
-        stager = HostStager(state, [slot])
+        stager = CpuStager(state, [slot])
 
         def stage() -> None:
             for _ in stager.copy(slot):

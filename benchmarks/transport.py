@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from benchmarks.timing import interleaved, ratio
 from capricorn.runtime.comm.handshake import Identity
 from capricorn.runtime.comm.replica_link import ReplicaLink
-from capricorn.runtime.comm.replica_server import ReplicaHost
+from capricorn.runtime.comm.replica_server import ReplicaServer
 from capricorn.runtime.comm.wire import receive_into, set_deadline
 from capricorn.runtime.store.node_store import NodeStore
 from capricorn.runtime.store.slot import Layout, Slot, checksum
@@ -26,14 +26,14 @@ ME = Identity("bench", 0, b"secret")
 SEND_BUFFER_BYTES = 512 * 1024
 
 
-def _host(folder: str, pipe: Connection) -> None:
-    """The receiving process: a replica host, and a bare receiver that answers with one byte."""
+def _serve(folder: str, pipe: Connection) -> None:
+    """Runs in the receiving process: a replica server, and a bare receiver that answers with one byte."""
     store = NodeStore.create(Path(folder) / "node0", "bench", 0, Topology(2, 1))
-    slots = store.host(1, LAYOUT)
-    host = ReplicaHost(ME, 0, "127.0.0.1", store, timeout_s=30, gives_way=False)
-    host.start({1: LAYOUT})
+    slots = store.open_slots(1, LAYOUT)
+    server = ReplicaServer(ME, 0, "127.0.0.1", store, timeout_s=30, idle_priority=False)
+    server.start({1: LAYOUT})
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        pipe.send((host.address, listener.getsockname()))
+        pipe.send((server.address, listener.getsockname()))
         bare, _ = listener.accept()
     with bare:
         set_deadline(bare, 60)
@@ -41,7 +41,7 @@ def _host(folder: str, pipe: Connection) -> None:
             for index in range(LAYOUT.num_blocks):
                 receive_into(bare, slots[0].payload[LAYOUT.block(index)])
             bare.sendall(b"k")
-    host.close()
+    server.close()
 
 
 def _alternatives(folder: str, pipe: Connection) -> dict[str, Callable[[], None]]:
@@ -62,7 +62,8 @@ def _alternatives(folder: str, pipe: Connection) -> dict[str, Callable[[], None]
     def send_replica() -> None:
         link.begin(1, 0)
         for index in range(LAYOUT.num_blocks):
-            link.send_block(1, index, slot.payload[LAYOUT.block(index)], slot.table[index])
+            block = LAYOUT.block(index)
+            link.send_range(1, slot, block.start, block.stop)
         link.commit(1)
 
     return {"bare": send_bare, "replica": send_replica}
@@ -81,10 +82,10 @@ def main() -> None:
     """Prints the transport's rate as a fraction of the bare loop's, verification and acknowledgement included."""
     ours, theirs = multiprocessing.Pipe()
     with TemporaryDirectory(dir="/dev/shm") as folder:
-        host = multiprocessing.get_context("spawn").Process(target=_host, args=(folder, theirs))
-        host.start()
+        server = multiprocessing.get_context("spawn").Process(target=_serve, args=(folder, theirs))
+        server.start()
         durations = interleaved(_alternatives(folder, ours))
         ours.send(False)
-        host.join()
+        server.join()
     print(f"transport rate / bare socket rate: {ratio(durations['bare'], durations['replica'])}")
     print(f"(bare loop: {LAYOUT.payload_bytes / median(durations['bare']) / 1e9:.1f} GB/s)")

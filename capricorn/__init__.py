@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _PUBLIC = {
     "CapricornError": "capricorn.errors",
@@ -24,6 +24,18 @@ _PUBLIC = {
     "Scenario": "capricorn.config.scenario",
     "SystemConfig": "capricorn.config.scenario",
     "CheckpointSystem": "capricorn.systems.interface",
+    "FileSettings": "capricorn.systems.settings",
+    "SystemSettings": "capricorn.systems.settings",
+    "FileCheckpoints": "capricorn.baselines.file_checkpoints",
+    "Library": "capricorn.baselines.file_checkpoints",
+    "ReplicatingSystem": "capricorn.runtime.replicating_system",
+    "Planner": "capricorn.planner.plan",
+    "StreamPlanner": "capricorn.planner.plan",
+    "Plan": "capricorn.planner.plan",
+    "Chunk": "capricorn.planner.plan",
+    "Limit": "capricorn.planner.plan",
+    "LinkModel": "capricorn.planner.link_model",
+    "IterationProfile": "capricorn.planner.profile",
     "JobContext": "capricorn.systems.interface",
     "RestoreReport": "capricorn.systems.interface",
     "load_system": "capricorn.systems.registry",

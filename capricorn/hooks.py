@@ -95,7 +95,7 @@ MOMENTS = ("iteration_begin", "routed", "before_update", "after_update", "iterat
 
 
 def parse_moment(text: str) -> str:
-    """The canonical spelling of a moment: one of MOMENTS, or `KIND[.LAYER][.forward|.backward][.begin|.end]`.
+    """Returns the canonical spelling of a moment: one of MOMENTS, or `KIND[.LAYER][.forward|.backward][.begin|.end]`.
 
     A part left out matches any: `dispatch` is the begin of the first dispatch, `expert.2.backward.end` is exact.
 
@@ -115,7 +115,7 @@ def parse_moment(text: str) -> str:
 
 
 def matches_op(moment: str, op: OpKey, edge: str) -> bool:
-    """Whether the `edge` of the op, its `begin` or `end`, is the moment that `parse_moment` accepted."""
+    """Tells whether the `edge` of the op, its `begin` or `end`, is the moment that `parse_moment` accepted."""
     kind, *rest = moment.split(".")
     wanted_edge = next((p for p in rest if p in ("begin", "end")), "begin")
     return (

@@ -10,7 +10,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """From now on the kernel kills this process when its parent ends, however the parent ends.
+    """Has the kernel kill this process, from now on, when its parent ends, however the parent ends.
 
     Who knows the parent names it: in a container it may be process 1, which else is what adopts orphans.
     """

@@ -39,7 +39,7 @@ class Topology:
 
 
 def expert_split(num_experts: int, world_size: int) -> list[range]:
-    """The global expert ids of each rank: contiguous, sizes differing by at most one, larger ones first.
+    """Returns the global expert ids of each rank: contiguous, sizes differing by at most one, larger ones first.
 
     Raises:
         ConfigError: there are more ranks than experts, so some rank would hold none.

@@ -21,7 +21,7 @@ _BYTES_PATTERN = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*$")
 
 
 def parse_bytes(text: str) -> Bytes:
-    """Bytes written as `4096`, `64KB`, `1.5 GiB`.
+    """Returns bytes written as `4096`, `64KB`, `1.5 GiB`.
 
     Raises:
         ValueError: the text is not a number followed by a known unit.
@@ -33,7 +33,7 @@ def parse_bytes(text: str) -> Bytes:
 
 
 def parse_rate(text: str) -> BytesPerSecond:
-    """Bytes a second written as networks are (`200Mbit`, `400 Gbit/s`) or as disks are (`5GB/s`).
+    """Returns bytes a second written as networks are (`200Mbit`, `400 Gbit/s`) or as disks are (`5GB/s`).
 
     Raises:
         ValueError: the text is not a number followed by a known unit.
@@ -48,7 +48,7 @@ def parse_rate(text: str) -> BytesPerSecond:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """A size for people, in decimal units and three figures: `92.3 MB`."""
+    """Returns a size for people, in decimal units and three figures: `92.3 MB`."""
     for unit in ("B", "KB", "MB", "GB"):
         if abs(num_bytes) < 999.5:  # what rounds to 1000 is 1 of the next unit
             return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.3g} {unit}"
@@ -57,7 +57,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_rate(bytes_per_s: BytesPerSecond) -> str:
-    """A link's rate for people, in bits and three figures: `200 Mbit/s`."""
+    """Returns a link's rate for people, in bits and three figures: `200 Mbit/s`."""
     bits_per_s = 8 * bytes_per_s
     for unit in ("bit", "Kbit", "Mbit"):
         if bits_per_s < 999.5:
@@ -67,7 +67,7 @@ def format_rate(bytes_per_s: BytesPerSecond) -> str:
 
 
 def format_seconds(seconds: Seconds) -> str:
-    """A duration for people, in three figures: `3.14 ms`, `0.552 s`, `2 min 05 s`."""
+    """Returns a duration for people, in three figures: `3.14 ms`, `0.552 s`, `2 min 05 s`."""
     if seconds < 999.5e-6:
         return f"{seconds * 1e6:.3g} us"
     if seconds < 0.1:
@@ -78,4 +78,5 @@ def format_seconds(seconds: Seconds) -> str:
 
 
 def count_noun(number: int, what: str) -> str:
+    """Returns a number and its noun: `1 node`, `2 nodes`."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"

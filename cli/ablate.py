@@ -18,7 +18,7 @@ from capricorn.config.scenario import Scenario
 from capricorn.errors import ConfigError
 from capricorn.records.samples import RUN, RunRecord, read_run
 
-from .options import Command, output_options, scenario_options
+from .options import Command, command, output_options, scenario_options
 from .output import console, print_json
 from .policies import POLICY_OPTIONS, RHOS, Choice, configure, describe, refuse_chosen, refuse_unplanned
 from .run import make_folder
@@ -59,8 +59,12 @@ def _refuse_given() -> None:
             raise ConfigError(f"{parameter.opts[0]} says nothing about a replay: leave it out, or --trace")
 
 
-@click.command()
-@click.option("--trace", type=click.Path(path_type=Path), metavar="FILE.npz", help="replay these expert loads, offline")
+@command(
+    "ablate --spans layer,load --gate on --iterations 50",
+    "ablate --trace loads.npz --replan never,speculative",
+)
+@click.option("--trace", type=click.Path(path_type=Path), metavar="FILE.npz", panel="What",
+              help="Replay these expert loads in virtual time, and train nothing")  # fmt: skip
 @_policy_options
 @scenario_options
 @output_options

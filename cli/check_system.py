@@ -17,6 +17,7 @@ from capricorn.systems.settings import OPTIONS
 
 from .options import json_option
 from .output import console, print_json
+from .values import KINDS_OF_VALUE
 
 if TYPE_CHECKING:
     from capricorn.conformance.rules import Rule, RuleResult
@@ -26,9 +27,11 @@ TIMEOUT_S = 5.0
 
 
 @click.command(name="check-system")
-@click.argument("name")
-@click.option("--rules", default="", metavar="A,B", help="only these rules  [default: all of them]")
-@click.option("--without", default="", metavar="A,B", help="tensors of the toy job that it cannot keep, as float8")
+@click.argument("name", type=KINDS_OF_VALUE["SYSTEM"])
+@click.option("--rules", default="", metavar="A,B", help="Try only these rules (default: all of them)")
+@click.option(
+    "--without", default="", metavar="A,B", help="Leave out tensors of the toy job that it cannot keep, as float8"
+)
 @click.option(
     "--timeout",
     "timeout_s",
@@ -36,12 +39,12 @@ TIMEOUT_S = 5.0
     default=TIMEOUT_S,
     show_default=True,
     metavar="SECONDS",
-    help="of every wait on a peer: system.timeout_s of the toy job",
+    help="Wait at most so long for a peer: system.timeout_s of the toy job",
 )
 @click.option("--set", "assignments", multiple=True, metavar="system.options.KEY=VALUE",
-              help="a setting of the system; repeatable")  # fmt: skip
+              help="Change a setting of the system; repeatable")  # fmt: skip
 @json_option
-@click.option("-q", "--quiet", is_flag=True, help="print the rules that do not hold, and nothing else")
+@click.option("-q", "--quiet", is_flag=True, help="Print the rules that do not hold, and nothing else")
 def check_system(
     name: str, rules: str, without: str, timeout_s: float, assignments: tuple[str, ...], as_json: bool, quiet: bool
 ) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,21 +30,16 @@ from capricorn.records.samples import read_run
 from capricorn.sizing.memory import Needs, needs_of
 
 from .experiment import Experiment, experiment_of, refuse_given
-from .options import output_options, unresolved_options
+from .options import command, output_options, systems_option, unresolved_options
 from .output import PROGRAM, console, print_json
 from .run import make_folder
 
 if TYPE_CHECKING:
-    from capricorn.compare.results import Comparison
+    from capricorn.compare.comparison import Comparison
 
 DEFAULT_SYSTEMS = "none,capricorn,gemini,torchsnapshot"
 DEFAULT_REPEATS = 3
 OUTPUT = {"as_json", "quiet", "verbose"}
-
-
-def _listed(context: click.Context, parameter: click.Parameter, values: Sequence[str]) -> tuple[str, ...]:
-    """The words of all values, each a list with commas."""
-    return tuple(word.strip() for value in values for word in value.split(","))
 
 
 def _fraction(context: click.Context, parameter: click.Parameter, text: str | None) -> float | None:
@@ -65,37 +60,39 @@ def _fraction(context: click.Context, parameter: click.Parameter, text: str | No
     return fraction
 
 
-@click.command(context_settings={"default_map": {"repeats": DEFAULT_REPEATS}})
-@click.argument("runs", nargs=-1, type=click.Path(path_type=Path), metavar="[RUN]...")
-@click.option(
-    "--systems",
-    multiple=True,
-    callback=_listed,
-    default=[DEFAULT_SYSTEMS],
-    metavar="A,B:KEY=VALUE,...",
-    show_default=DEFAULT_SYSTEMS,
-    help="what is compared, each with settings of its own; see `list systems`",
+@command(
+    "compare --systems none,capricorn,gemini --iterations 50",
+    "compare results/RUN-1 results/RUN-2 --threshold 5%",
+    context_settings={"default_map": {"repeats": DEFAULT_REPEATS}},
 )
+@click.argument("runs", nargs=-1, type=click.Path(path_type=Path), metavar="[RUN]...")
+@systems_option(DEFAULT_SYSTEMS, "Compare these systems, each with settings of its own; see `list systems`")
 @click.option(
     "--scenario",
     "file",
     type=click.Path(path_type=Path),
     metavar="FILE.toml",
-    help="all of these options in a file, also for several comparisons; the command line goes before it",
+    panel="What",
+    help="Take all of these options from a file, also for several comparisons; the command line goes before it",
 )
 @click.option(
-    "--resume", type=click.Path(path_type=Path), metavar="FOLDER", help="make the runs that are missing in it"
+    "--resume",
+    type=click.Path(path_type=Path),
+    metavar="FOLDER",
+    panel="What",
+    help="Make the runs that are missing in this folder",
 )
 @click.option(
     "--threshold",
     callback=_fraction,
     metavar="PART",
-    help="of finished runs: fail if one takes longer than the first by more, as in 5%, and the interval of their ratio "
+    panel="What",
+    help="Fail if a finished run takes longer than the first by more than this, as 5%, and the interval of their ratio "
     "does not hold 1",
 )
 @unresolved_options
 @output_options
-@click.option("--dry-run", is_flag=True, help="print what would be run and what it needs, and start nothing")
+@click.option("--dry-run", is_flag=True, help="Print what would be run and what it needs, and start nothing")
 def compare(
     runs: tuple[Path, ...], file: Path | None, resume: Path | None, threshold: float | None, as_json: bool, quiet: bool,
     verbose: bool, dry_run: bool, **asked: Any,
@@ -167,11 +164,18 @@ def _carry_out(folder: Path, *, as_json: bool, quiet: bool, verbose: bool) -> in
 
 
 def _make_missing(folder: Path, record: CompareRecord, *, as_json: bool, quiet: bool, verbose: bool) -> int:
-    from capricorn.compare.finished import compare_planned
+    from capricorn.compare.compare_runner import CompareRunner
+    from capricorn.compare.finished_runs import compare_planned
 
-    from .runner import Runner
+    from .display import watching_each
 
-    runner = Runner(folder, record, quiet=quiet or as_json, verbose=verbose)
+    is_quiet = quiet or as_json
+
+    def say(line: str) -> None:
+        if not is_quiet:
+            console().print(line, style="bold red", soft_wrap=True)
+
+    runner = CompareRunner(folder, record, watching_each(quiet=is_quiet, verbose=verbose), say)
     try:
         runner.run()
     finally:
@@ -201,8 +205,7 @@ def _show_plan(experiment: Experiment, as_json: bool) -> None:
         facts = [_plan_json(planned, needs) for planned, needs in plans]
         print_json({"comparisons": facts})
         return
-    from capricorn.report.terminal.comparison_table import variants_table
-    from capricorn.report.terminal.tables import scale_table
+    from capricorn.report.terminal.plan_table import scale_table, variants_table
 
     for planned, needs in plans:
         scenario = planned.scenario
@@ -233,7 +236,7 @@ def _plan_json(planned: PlannedComparison, needs: dict[str, Needs]) -> dict[str,
 
 
 def _compare_finished(paths: tuple[Path, ...], threshold: float | None, as_json: bool, quiet: bool) -> int:
-    from capricorn.compare.finished import load_comparisons
+    from capricorn.compare.finished_runs import load_comparisons
 
     whole = [path for path in paths if is_compare(path)]
     if whole and (threshold is not None or len(whole) < len(paths)):
@@ -253,7 +256,7 @@ def _check(
     paths: tuple[Path, ...], threshold: float, compared: list[Comparison], as_json: bool, quiet: bool
 ) -> int:  # fmt: skip
     """Whether no later run is slower than the first by more than the threshold, where that is no chance."""
-    from capricorn.compare.finished import ratio_of
+    from capricorn.compare.finished_runs import ratio_of
 
     base, *later = paths
     if not later:

@@ -8,21 +8,29 @@ import rich_click as click
 
 from capricorn.config.scenario import Scenario
 
-from .options import json_option, scenario_options, system_option
+from .experiment import given
+from .options import command, json_option, scenario_options, system_option
 from .output import console, print_json
 
 
-@click.command()
+@command("doctor", "doctor --system gemini --model mixtral-8x7b --cluster p4d --nodes 4")
 @system_option
 @scenario_options
 @json_option
 def doctor(scenario: Scenario, as_json: bool) -> int:
-    """Check devices, memory, tmpfs, limits and systems against what a scenario needs."""
-    from capricorn.launch.preflight import checks
-    from capricorn.report.terminal.tables import checks_table, plan_table
+    """Check whether this machine can do what is asked for: its system, cluster, nodes, device, folders and failures.
+
+    Without any option it also says which systems are installed, and what privileges there are.
+    """
+    from capricorn.launch.preflight import checks, other_checks
+    from capricorn.report.terminal.plan_table import checks_table, plan_table
     from capricorn.sizing.memory import needs_of
 
     found = checks(scenario)
+    context = click.get_current_context()
+    assert context is not None
+    if not given(context) - {"as_json"}:
+        found += other_checks(scenario)
     if scenario.emulation is not None:
         from capricorn.launch.emulation_preflight import rehearse
 

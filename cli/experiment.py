@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,12 +20,10 @@ from capricorn.config.resolve import assign, read_toml
 from capricorn.errors import ConfigError, unknown_name
 from capricorn.systems.registry import check_system
 
-from .options import refuse_shared_tier, scenario_from
+from .options import PARAMETERS, SETTINGS, SYSTEM_PARAMETER, refuse_shared_tier, scenario_from
 
 COMPARISONS, LABEL, OUT, STDLIB = "comparisons", "label", "out", "stdlib"
-SETTINGS = "assignments"
-"""Of all options the one of which a comparison, and the command line, overrides what it names and keeps the rest."""
-ASKED = {"systems", "repeats", *inspect.signature(scenario_from).parameters} - {"system", "settles"}
+ASKED = {"systems", "repeats", *PARAMETERS} - {SYSTEM_PARAMETER}
 """Parameters of the command that say what is compared."""
 PATHS: dict[str, Callable[[str], bool]] = {
     "data.path": lambda value: value != STDLIB,

@@ -14,7 +14,7 @@ from capricorn.report.export.outputs import Outputs, all_or_nothing, read_whole
 from capricorn.runtime.persist.layout import is_checkpoint
 
 if TYPE_CHECKING:
-    from capricorn.compare.results import Comparison
+    from capricorn.compare.comparison import Comparison
     from capricorn.report.export.perfetto import TracedRun
     from capricorn.report.figures.style import Picture
 
@@ -29,18 +29,29 @@ FIGURE_FORMATS = ("svg", "pdf", "png")
 
 @click.command()
 @click.argument("paths", nargs=-1, required=True, metavar="PATH...", type=click.Path(path_type=Path))
-@click.option("--format", "table", type=click.Choice(FORMATS), help="[default: by the suffix of --out, or else md]")
-@click.option("--out", type=click.Path(path_type=Path), help="file to write  [default: stdout]")
+@click.option(
+    "--format",
+    "table",
+    type=click.Choice(FORMATS),
+    help="Write tables in this format (default: by the suffix of --out, or else md)",
+)
+@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="Write this file (default: stdout)")
 @click.option(
     "--figures",
     type=click.Path(path_type=Path, file_okay=False),
     metavar="DIR",
-    help="also write the figures into a folder",
+    help="Also draw the figures, into this folder",
 )
-@click.option("--figure-format", "kinds", type=click.Choice(FIGURE_FORMATS), multiple=True,
-              help="repeatable  [default: all]")  # fmt: skip
-@click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="of exported weights  [default: as they are]")
-@click.option("--trace", type=click.Path(path_type=Path), metavar="FILE", help="also write timelines, for Perfetto")
+@click.option(
+    "--figure-format",
+    "kinds",
+    type=click.Choice(FIGURE_FORMATS),
+    multiple=True,
+    help="Draw them in this format; repeatable (default: all)",
+)
+@click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="Convert exported weights (default: as they are)")
+@click.option("--trace", type=click.Path(path_type=Path), metavar="FILE",
+              help="Also write timelines, for Perfetto")  # fmt: skip
 def export(
     paths: tuple[Path, ...], table: str | None, out: Path | None, figures: Path | None, kinds: tuple[str, ...],
     dtype: str | None, trace: Path | None,
@@ -63,7 +74,7 @@ def export(
         raise ConfigError("--figure-format says nothing without --figures DIR")
     if chosen == HTML and out is None and sys.stdout.isatty():
         raise ConfigError("a page of HTML is nothing to read in a terminal: add --out report.html")
-    from capricorn.compare.finished import load_comparisons
+    from capricorn.compare.finished_runs import load_comparisons
 
     loaded = load_comparisons(paths)
     with all_or_nothing() as outputs:
@@ -111,7 +122,7 @@ def _format(table: str | None, out: Path | None) -> str:
 
 
 def _draw(loaded: Loaded) -> list[list[Picture]]:
-    from capricorn.report.figures.figures import pictures
+    from capricorn.report.figures.comparison_figures import pictures
 
     return [pictures(comparison, folders) for comparison, folders in loaded]
 
@@ -122,8 +133,9 @@ def _render(chosen: str, loaded: Loaded, pictures: Sequence[Sequence[Picture]]) 
         from capricorn.report.export.page import as_html
 
         return as_html(comparisons, pictures)
-    from capricorn.report.export.formats import as_csv, as_json, as_markdown
+    from capricorn.report.export.data_formats import as_csv, as_json
     from capricorn.report.export.latex import as_latex
+    from capricorn.report.export.markdown import as_markdown
 
     return {"md": as_markdown, "csv": as_csv, "json": as_json, "latex": as_latex}[chosen](comparisons)
 

@@ -13,8 +13,8 @@ import rich_click as click
 from capricorn.config.scenario import StoreConfig
 from capricorn.errors import ConfigError, StoreError
 from capricorn.records.samples import RECOVERIES, RUN, RecoverySample, RunRecord, read_run, read_samples
-from capricorn.runtime.persist.layout import is_checkpoint, is_tier
-from capricorn.runtime.persist.survey import PERSISTENT, OnDisk, complete_in, look_at_tier
+from capricorn.runtime.persist.layout import is_checkpoint, is_persistent_tier
+from capricorn.runtime.persist.survey import PERSISTENT, PersistedCopy, complete_in, survey_persistent_tier
 from capricorn.systems.interface import Copy
 
 from .options import json_option
@@ -51,7 +51,7 @@ class Found:
 @click.command()
 @click.argument("target")
 @click.option("--root", type=click.Path(path_type=Path), default=StoreConfig().root, show_default=True,
-              help="folder of the stores, as store.root of the run")  # fmt: skip
+              help="Look for stores in this folder, as store.root of the run")  # fmt: skip
 @json_option
 def inspect(target: str, root: Path, as_json: bool) -> int:
     """Show a run, a store in memory, or checkpoints on disk: give its folder, or the run id."""
@@ -64,7 +64,7 @@ def inspect(target: str, root: Path, as_json: bool) -> int:
             "folder of checkpoints"
         )
     in_memory = _look(store) if store else []
-    on_disk = look_at_tier(tier) if tier else []
+    on_disk = survey_persistent_tier(tier) if tier else []
     found = [*in_memory, *(Found(PERSISTENT, each.copy, not each.damage) for each in on_disk)]
     iterations = sorted({*_complete_everywhere(in_memory, store), *complete_in(on_disk)})
     if as_json:
@@ -99,10 +99,10 @@ def _find_tier(record: RunRecord | None, folder: Path) -> Path | None:
     """The folder of checkpoints on disk that the target is, or that the run has."""
     if record is None:
         folder = folder.resolve()
-        return folder if is_checkpoint(folder) or is_tier(folder) else None
+        return folder if is_checkpoint(folder) or is_persistent_tier(folder) else None
     named = record.config.persist.dir
     tier = Path(named) if named else folder / PERSISTENT
-    return tier if is_tier(tier) else None
+    return tier if is_persistent_tier(tier) else None
 
 
 def _find_store(target: str, root: Path) -> StoreFolder | None:
@@ -156,7 +156,8 @@ def _num_owners(folder: StoreFolder) -> int:
 def _show(
     record: RunRecord | None, folder: Path, store: StoreFolder | None, found: Sequence[Found], iterations: list[int]
 ) -> None:
-    from capricorn.report.terminal.tables import copies_table, run_table
+    from capricorn.report.terminal.listing import copies_table
+    from capricorn.report.terminal.run_table import run_table
 
     out = console()
     if record:
@@ -171,7 +172,7 @@ def _show(
         out.print(f"complete on all owners: {', '.join(map(str, iterations)) or 'none'}")
 
 
-def _show_damage(on_disk: Sequence[OnDisk], tier: Path | None) -> None:
+def _show_damage(on_disk: Sequence[PersistedCopy], tier: Path | None) -> None:
     out = console()
     if tier:
         out.print(f"{tier}, on disk", soft_wrap=True)

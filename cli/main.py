@@ -4,36 +4,60 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib import import_module
 
 import rich_click as click
 
 import capricorn
 from capricorn.errors import CapricornError
 
-from .ablate import ablate
-from .check_system import check_system
-from .clean import clean
-from .compare import compare
-from .doctor import doctor
-from .export import export
-from .faults import faults
-from .inspect import inspect
-from .list import list_names
-from .output import PROGRAM
-from .run import run
+from .output import HELP, PROGRAM
 
 INTERRUPTED = 130
+COMMANDS: Mapping[str, tuple[str, str]] = {
+    "run": (".run:run", "Train one model under one system, and record what happens"),
+    "compare": (".compare:compare", "Compare systems on the same work, or finished runs"),
+    "faults": (".faults:faults", "Strike systems with failures, and judge what they make of them"),
+    "export": (".export:export", "Turn finished runs into tables, figures and traces"),
+    "ablate": (".ablate:ablate", "Compare planning policies"),
+    "list": (".list:list_names", "List models, systems, clusters, faults or settings"),
+    "inspect": (".inspect:inspect", "Show what a run, a store or a checkpoint holds"),
+    "check-system": (".check_system:check_system", "Try the rules that every checkpointing system must keep on one"),
+    "doctor": (".doctor:doctor", "Check whether a scenario can run on this machine"),
+    "clean": (".clean:clean", "Remove what dead runs left in memory"),
+}
+"""By name: where a command is, and what it does, in a few words."""
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class Suite(click.RichGroup):
+    """The commands in the order of `COMMANDS`, each imported only when it is called: their list is there at once."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:  # fmt: skip
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command and load_command(command.name or ""), rest
+
+
+def load_command(name: str) -> click.Command:
+    """Imports the command of that name."""
+    module, _, attribute = COMMANDS[name][0].partition(":")
+    command: click.Command = getattr(import_module(module, __package__), attribute)
+    return command
+
+
+@click.group(cls=Suite, context_settings={"help_option_names": ["-h", "--help"], "rich_help_config": HELP})
 @click.version_option(capricorn.__version__, prog_name=PROGRAM)
 def app() -> None:
     """Train a mixture of experts, checkpoint it in memory at every iteration, and measure what that costs."""
 
 
-for _command in (run, compare, faults, export, ablate, list_names, inspect, check_system, doctor, clean):
-    app.add_command(_command)
+for _name, (_, _help) in COMMANDS.items():
+    app.add_command(click.RichCommand(name=_name, help=_help))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

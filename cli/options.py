@@ -1,9 +1,8 @@
-"""The options that run, compare, faults and doctor share, and the scenario they stand for."""
+"""The options of the commands, made from the fields of a scenario, and the scenario that they stand for."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -12,61 +11,110 @@ import rich_click as click
 
 from capricorn.config.cluster import LOCAL, ClusterConfig
 from capricorn.config.fault_spec import FaultSpec
-from capricorn.config.fields import validate
+from capricorn.config.fields import Option, validate
 from capricorn.config.resolve import assign, load_cluster, load_model, parse_ckpt
-from capricorn.config.scenario import ROUTER, Scenario
+from capricorn.config.scenario import ROUTER, Scenario, TrainConfig
+from capricorn.config.setting_list import Setting, options, sections
 from capricorn.errors import ConfigError
 from capricorn.sizing.scale import scale
 from capricorn.systems.registry import canonical_name, check_system
 from capricorn.systems.settings import settle
 from capricorn.units import KIB
 
-Command: TypeAlias = Callable[..., int]
+from .output import HELP, PROGRAM
+from .values import KINDS_OF_VALUE, SYSTEM_LIST, WholeNumber
 
-DEFAULT_WARMUP = 5
+Command: TypeAlias = Callable[..., int]
+Options: TypeAlias = Sequence[Callable[[Command], Command]]
+
+AUTO = "auto"
+DEFAULT_ITERATIONS, DEFAULT_WARMUP = TrainConfig().iterations, TrainConfig().warmup
 SEND_BUFFER_BYTES, CHUNK_BYTES = 16 * KIB, 64 * KIB
 """Of an emulated run: links are slower by orders of magnitude there, and what lies in buffers is in everybody's way."""
 DEFAULT_NODES = 2
 DEFAULT_REPLICAS = 2
 
-_AT_LEAST_0, _AT_LEAST_1 = click.IntRange(min=0), click.IntRange(min=1)
+GROUPS = ("What", "Work", "Place", "Checkpoints", "Failures", "Machines", "Output")
+"""Headings of the help, in its order; what is in no group, as --help, is about output."""
 
-_SCENARIO_OPTIONS = (
-    click.option("--model", default="mixtral-small", show_default=True, help="preset or TOML file; see `list models`"),
-    click.option("--ckpt", default="every-iter", show_default=True, help="every-iter, every-N or off"),
-    click.option("--iterations", type=_AT_LEAST_1, default=30, show_default=True, help="iterations to train"),
-    click.option("--warmup", type=_AT_LEAST_0, help="first iterations, left out of the summary  [default: 5]"),
-    click.option("--seed", type=_AT_LEAST_0, default=0, show_default=True, help="of weights, data order and routing"),
-    click.option("--nodes", type=_AT_LEAST_1, help="failure domains on this machine  [default: 2; 1 with one GPU]"),
-    click.option("--ranks-per-node", type=_AT_LEAST_1, help="[default: 1; on CUDA one rank per GPU]"),
-    click.option("--replicas", type=_AT_LEAST_1, help="copies of each shard, one of them local  [default: 2]"),
-    click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True),
-    click.option("--cluster", default="local", show_default=True,
-                 help="local, or what to make a scale model of: a preset or TOML file; see `list clusters`"),
-    click.option("--loads", default=ROUTER, show_default=True,
-                 help="router, warm-up, transient, settling, stable, balanced, or a trace (npz)"),
-    click.option("--data", default="stdlib", show_default=True, help="text: a file, a folder, or stdlib"),
-    click.option("--nnodes", type=_AT_LEAST_0, default=0, help="real machines, as torchrun's"),
-    click.option("--node-rank", type=_AT_LEAST_0, default=0, help="this machine among them, as torchrun's"),
-    click.option("--rdzv-endpoint", default="", metavar="HOST:PORT", help="as torchrun's"),
-    click.option("--persist-every", type=_AT_LEAST_0, default=0, show_default=True, metavar="N",
-                 help="also keep every N-th iteration on disk; 0 is off"),
-    click.option("--persist-dir", default="", metavar="PATH",
-                 help="where; one with checkpoints is resumed from  [default: persistent/ of the run]"),
-    click.option("--fault", "faults", multiple=True, metavar="KIND@rank=R,iteration=I[,op=...]", help="repeatable"),
-    click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="any config field; repeatable"),
-    click.option("--keep-store", is_flag=True, help="leave the memory store in place after the run"),
+
+def command(*examples: str, **settings: Any) -> Callable[[Command], click.Command]:
+    """Makes a command whose help is in groups and ends with examples of what may follow the program's name."""
+    style = {"rich_help_config": HELP | {"options_panel_title": GROUPS[-1]}}
+    settings["context_settings"] = style | settings.get("context_settings", {})
+    epilog = "\n\n".join(["Examples:", *(f"$ {PROGRAM} {example}" for example in examples)])
+    panels = [click.RichOptionPanel(group) for group in GROUPS]
+    made: Callable[[Command], click.Command] = click.command(epilog=epilog, panels=panels, **settings)
+    return made
+
+
+def option_of(setting: Setting) -> Callable[[Command], Command]:
+    """Makes the option of a field: its name and group as the field's `Option` says, all else as the field does."""
+    option, kind = _option(setting), setting.info.annotation
+    default = setting.default if option.written is None else option.written
+    is_shown = not option.computed and default not in (None, "", (), False)
+    return click.option(
+        option.name,
+        option.parameter_name,
+        type=None if kind is bool else _kind_of_value(setting, option),
+        default=None if option.computed else default,
+        show_default=is_shown,
+        metavar=option.metavar or None,
+        multiple=isinstance(default, tuple),
+        is_flag=kind is bool,
+        panel=option.group,
+        help=setting.description,
+    )
+
+
+def _option(setting: Setting) -> Option:
+    assert setting.option is not None
+    return setting.option
+
+
+def _kind_of_value(setting: Setting, option: Option) -> click.ParamType[Any]:
+    if setting.choices:
+        return click.Choice(setting.choices)
+    if setting.info.annotation is int and option.written is None:
+        return WholeNumber(setting.least)
+    return KINDS_OF_VALUE.get(option.metavar, click.STRING)
+
+
+SYSTEM_PARAMETER, SETTINGS = "system", "assignments"
+"""Names in Python of --system, and of --set, of which several add up."""
+_BY_PARAMETER = {_option(setting).parameter_name: setting for setting in options()}
+PARAMETERS = frozenset({*_BY_PARAMETER, SETTINGS})
+"""Names in Python of all options that a scenario is made from."""
+
+system_option = option_of(_BY_PARAMETER[SYSTEM_PARAMETER])
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else")
+_SCENARIO_OPTIONS: Options = (
+    *(option_of(setting) for name, setting in _BY_PARAMETER.items() if name != SYSTEM_PARAMETER),
+    click.option("--set", SETTINGS, multiple=True, metavar="KEY=VALUE", type=KINDS_OF_VALUE["KEY=VALUE"], panel="What",
+                 help="Change any setting of `list settings`; repeatable"),
 )  # fmt: skip
-_OUTPUT_OPTIONS = (
-    click.option("--repeats", type=_AT_LEAST_1, default=1, show_default=True, help="times to do it all"),
-    click.option("--out", type=click.Path(path_type=Path), default="results", show_default=True, help="folder of runs"),
-    click.option("--json", "as_json", is_flag=True, help="print a JSON summary and nothing else"),
-    click.option("-q", "--quiet", is_flag=True, help="print the verdict only"),
-    click.option("-v", "--verbose", is_flag=True, help="print every iteration, one line each"),
+_OUTPUT_OPTIONS: Options = (
+    click.option("--repeats", type=WholeNumber(1), default=1, show_default=True, metavar="N", panel="Work",
+                 help="Do it all this many times"),
+    click.option("--out", type=click.Path(path_type=Path), default="results", show_default=True, panel="Output",
+                 help="Put the folders of runs here"),
+    click.option("--json", "as_json", is_flag=True, panel="Output", help="Print a JSON summary and nothing else"),
+    click.option("-q", "--quiet", is_flag=True, panel="Output", help="Print the verdict only"),
+    click.option("-v", "--verbose", is_flag=True, panel="Output", help="Print every iteration, one line each"),
 )  # fmt: skip
 
-system_option = click.option("--system", default="capricorn", show_default=True, help="see `list systems`")
-json_option = click.option("--json", "as_json", is_flag=True, help="print one JSON object and nothing else")
+
+def listed(context: click.Context, parameter: click.Parameter, values: Sequence[str]) -> tuple[str, ...]:
+    """Returns the words of all values, each a list with commas."""
+    return tuple(word.strip() for value in values for word in value.split(",") if word.strip())
+
+
+def systems_option(default: str, description: str) -> Callable[[Command], Command]:
+    """Makes --systems, of which several are one list."""
+    return click.option(
+        "--systems", multiple=True, callback=listed, default=[default], show_default=True, type=SYSTEM_LIST,
+        metavar="A,B:KEY=VALUE,...", panel="What", help=description,
+    )  # fmt: skip
 
 
 def scenario_options(command: Command) -> Command:
@@ -74,8 +122,7 @@ def scenario_options(command: Command) -> Command:
 
     @wraps(command)
     def with_scenario(**options: Any) -> int:
-        names = inspect.signature(scenario_from).parameters.keys() & options.keys()
-        scenario = scenario_from(**{name: options.pop(name) for name in names})
+        scenario = scenario_from(**{name: options.pop(name) for name in PARAMETERS & options.keys()})
         return command(scenario=scenario, **options)
 
     return _decorate(with_scenario, _SCENARIO_OPTIONS)
@@ -100,60 +147,41 @@ def refuse_shared_tier(scenario: Scenario) -> None:
         )
 
 
-def _decorate(command: Command, options: Sequence[Callable[[Command], Command]]) -> Command:
+def _decorate(command: Command, options: Options) -> Command:
     for option in reversed(options):
         command = option(command)
     return command
 
 
-def scenario_from(
-    *,
-    model: str = "mixtral-small",
-    ckpt: str = "every-iter",
-    system: str = "capricorn",
-    iterations: int = 30,
-    warmup: int | None = None,
-    seed: int = 0,
-    nodes: int | None = None,
-    ranks_per_node: int | None = None,
-    replicas: int | None = None,
-    device: str = "auto",
-    cluster: str = "local",
-    loads: str = ROUTER,
-    data: str = "stdlib",
-    nnodes: int = 0,
-    node_rank: int = 0,
-    rdzv_endpoint: str = "",
-    persist_every: int = 0,
-    persist_dir: str = "",
-    faults: Sequence[str] = (),
-    assignments: Sequence[str] = (),
-    keep_store: bool = False,
-    settles: bool = True,
-) -> Scenario:
-    """The scenario that the options stand for, resolved and checked as far as it can be without this machine.
+def scenario_from(*, assignments: Sequence[str] = (), settles: bool = True, **given: Any) -> Scenario:
+    """Returns the scenario that the options stand for, checked as far as it can be without this machine.
 
-    Without `settles` the options of the system are those that several systems share, and each takes its own.
+    Args:
+        assignments: What --set was given.
+        settles: Whether the options of the system are its own; otherwise several systems share them, and each takes
+            what it has.
+        given: Values of other options by their names in Python; without one, or with None, it has its default.
 
     Raises:
         ConfigError: an option, a name, a path or a key is wrong.
     """
-    domains = _cluster(cluster, nodes, ranks_per_node, device, nnodes)
-    copies = min(DEFAULT_REPLICAS, domains.nodes) if replicas is None else replicas
+    written = {name: _option(setting).written for name, setting in _BY_PARAMETER.items()}
+    values = {name: value for name, value in (written | given).items() if value is not None}
+    model, every, faults = load_model(values.pop("model")), parse_ckpt(values.pop("ckpt")), values.pop("faults")
+    if SYSTEM_PARAMETER in values:
+        values[SYSTEM_PARAMETER] = canonical_name(values[SYSTEM_PARAMETER])
+    asked = _by_section(values)
+    domains = _cluster(asked.pop("cluster", {}), asked["launch"].get("nnodes", 0))
     buffers = {"send_buffer_bytes": SEND_BUFFER_BYTES} if domains.is_emulated else {}
-    planner = {"max_chunk_bytes": CHUNK_BYTES} if domains.is_emulated else _planner(domains, nnodes)
-    length = min(DEFAULT_WARMUP, iterations - 1) if warmup is None else warmup
-    parts = {
-        "model": load_model(model),
-        "train": {"iterations": iterations, "warmup": length, "seed": seed},
-        "data": {"path": data},
+    planner = {"max_chunk_bytes": CHUNK_BYTES} if domains.is_emulated else _planner(domains, asked["launch"])
+    copies = min(DEFAULT_REPLICAS, domains.nodes)
+    length = min(DEFAULT_WARMUP, asked["train"].get("iterations", DEFAULT_ITERATIONS) - 1)
+    parts = asked | {
+        "model": model,
+        "train": {"warmup": length} | asked["train"],
         "cluster": domains,
-        "loads": {"source": loads},
-        "system": {"name": canonical_name(system), "every": parse_ckpt(ckpt), "replicas": copies} | buffers,
-        "planner": planner,
-        "persist": {"every": persist_every, "dir": persist_dir},
-        "store": {"keep": keep_store},
-        "launch": {"nnodes": nnodes, "node_rank": node_rank, "rdzv_endpoint": rdzv_endpoint},
+        "system": {"every": every, "replicas": copies} | buffers | asked["system"],
+        "planner": planner | asked["planner"],
         "faults": tuple(map(FaultSpec.parse, faults)),
     }
     scenario = scale(assign(validate(Scenario, parts, "options"), assignments))
@@ -161,36 +189,45 @@ def scenario_from(
     return _checked(settle(scenario) if settles else scenario)
 
 
-def _cluster(name: str, nodes: int | None, ranks_per_node: int | None, device: str, nnodes: int) -> ClusterConfig:
-    """Defaults: two nodes of one rank on the CPU; on CUDA one rank per GPU, split over two nodes if there are two."""
+def _by_section(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns the values of options as those of fields, by section."""
+    asked: dict[str, dict[str, Any]] = {section: {} for section, _ in sections()}
+    for name, value in values.items():
+        setting = _BY_PARAMETER[name]
+        asked[setting.section][setting.field] = value
+    return asked
+
+
+def _cluster(asked: Mapping[str, Any], nnodes: int) -> ClusterConfig:
+    """Returns the failure domains: what was asked for goes before the cluster's file, and that before the defaults.
+
+    These are two nodes of one rank on the CPU; on CUDA one rank per GPU, split over two nodes if there are two.
+    """
     from capricorn.launch.preflight import num_cuda_devices
 
+    nodes, device, name = asked.get("nodes"), asked.get("device", AUTO), asked.get("name", LOCAL)
     if nnodes and nodes not in (None, nnodes):
         raise ConfigError(f"--nodes {nodes} contradicts --nnodes {nnodes}: real machines are counted by --nnodes alone")
     fields = load_cluster(name)
-    if name != LOCAL and device == "auto":
+    if name != LOCAL and device == AUTO:
         device = "cpu"
     num_devices = 0 if device == "cpu" else num_cuda_devices()
     count = nnodes or nodes or (1 if num_devices == 1 else DEFAULT_NODES)
-    ranks = ranks_per_node or max(1, num_devices // (1 if nnodes else count))
+    ranks = asked.get("ranks_per_node") or max(1, num_devices // (1 if nnodes else count))
     chosen = {"nodes": count, "ranks_per_node": ranks, "device": device}
-    return validate(ClusterConfig, chosen | fields | _given(nodes=nodes, ranks_per_node=ranks_per_node), "--cluster")
+    first = {key: value for key, value in asked.items() if key not in ("name", "device")}
+    return validate(ClusterConfig, chosen | fields | first, f"--cluster {name}")
 
 
-def _planner(cluster: ClusterConfig, nnodes: int) -> dict[str, str]:
+def _planner(cluster: ClusterConfig, launch: Mapping[str, Any]) -> dict[str, str]:
     """Where the CPU that computes also moves the bytes over its own loopback, they move best while it waits.
 
     That is in the all-to-alls, which is the opposite of what is idle where a network moves them.
     """
     from capricorn.launch.preflight import num_cuda_devices
 
-    is_cpu = cluster.device == "cpu" or (cluster.device == "auto" and not num_cuda_devices())
-    return {"spans": "none"} if is_cpu and not nnodes else {}
-
-
-def _given(**options: int | None) -> dict[str, int]:
-    """Those that were given, which go before what a cluster's file says."""
-    return {name: value for name, value in options.items() if value is not None}
+    is_cpu = cluster.device == "cpu" or (cluster.device == AUTO and not num_cuda_devices())
+    return {"spans": "none"} if is_cpu and not launch.get("nnodes") else {}
 
 
 def _checked(scenario: Scenario) -> Scenario:
@@ -199,9 +236,10 @@ def _checked(scenario: Scenario) -> Scenario:
 
     if scenario.loads.source != ROUTER:
         # Also reads a trace, so that its faults are told before anything starts; numpy takes a while to import.
-        from capricorn.loads.load_source import given_shares
+        from capricorn.loads.load_source import source_shares
 
-        given_shares(scenario.loads, scenario.model, num_iterations=scenario.train.iterations, seed=scenario.train.seed)
+        train = scenario.train
+        source_shares(scenario.loads, scenario.model, num_iterations=train.iterations, seed=train.seed)
     if scenario.data.path != "stdlib" and not Path(scenario.data.path).exists():
         raise ConfigError(f"--data {scenario.data.path}: no such file or folder; name one, or stdlib")
     return resolve_device(scenario)

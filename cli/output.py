@@ -1,4 +1,4 @@
-"""Where the commands print: one console on stdout, and JSON."""
+"""How the commands print: one console on stdout, JSON, and the help."""
 
 from __future__ import annotations
 
@@ -9,6 +9,17 @@ import rich_click as click
 from rich.console import Console
 
 PROGRAM = "capricorn-bench"
+HELP = {
+    "style_options_panel_box": "BLANK",
+    "style_options_panel_padding": 0,
+    "style_options_panel_title_style": "bold",
+    "style_commands_panel_box": "BLANK",
+    "style_commands_panel_padding": 0,
+    "style_commands_panel_title_style": "bold",
+    "options_table_column_types": ["opt_all_metavar", "help"],
+    "append_metavars_help_string": "{}",
+}
+"""How the help looks: without boxes, in two columns."""
 
 
 def console() -> Console:

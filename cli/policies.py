@@ -10,9 +10,11 @@ from typing import Any, NamedTuple, TypeAlias
 import rich_click as click
 
 from capricorn.config.fields import FrozenModel, check, validate
-from capricorn.config.planner import RHO_RANGE, PlannerConfig, parse_replan
+from capricorn.config.planner import REPLANS, RHO_RANGE, PlannerConfig, parse_replan
 from capricorn.config.scenario import Scenario
 from capricorn.errors import ConfigError, unknown_name
+
+from .values import Word
 
 SPANS = ("global", "layer", "load")
 NO_SPANS = "none"
@@ -171,11 +173,17 @@ def _rho(word: str) -> float:
 
 
 POLICY_OPTIONS = (
-    click.option("--spans", multiple=True, callback=_listed(_spans), metavar="LIST",
-                 help=", ".join(SPANS) + " or, live, none: as soon as staged"),
-    click.option("--replan", "replans", multiple=True, callback=_listed(_replan), metavar="LIST",
-                 help="never, every-K, speculative, every-iter or, offline, oracle"),
-    click.option("--gate", "gates", multiple=True, callback=_listed(_gate), metavar="LIST", help="on, off"),
-    click.option("--rho", "rhos", multiple=True, callback=_listed(_rho), metavar="LIST",
-                 help="offline: transfer time of a checkpoint / idle time  [default: 0.5,0.9,1.5]"),
+    click.option("--spans", multiple=True, callback=_listed(_spans), metavar="LIST", panel="What",
+                 type=Word(lambda: (*SPANS, NO_SPANS), is_list=True),
+                 help="Compare these ways to predict idle spans: " + ", ".join(SPANS) + ", or none (sends as soon as "
+                 "staged; not with --trace)"),
+    click.option("--replan", "replans", multiple=True, callback=_listed(_replan), metavar="LIST", panel="What",
+                 type=Word(lambda: REPLANS, is_list=True),
+                 help="Compare these times to plan anew: never, every-K, speculative, every-iter, or oracle (with "
+                 "--trace)"),
+    click.option("--gate", "gates", multiple=True, callback=_listed(_gate), metavar="LIST", panel="What",
+                 type=Word(lambda: GATES, is_list=True), help="Compare with the gate and without: on, off"),
+    click.option("--rho", "rhos", multiple=True, callback=_listed(_rho), metavar="LIST", panel="What",
+                 help="Replay at these transfer times of a checkpoint / idle time (default: "
+                 + ",".join(map(str, RHOS)) + ")"),
 )  # fmt: skip

@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import rich_click as click
 
+from capricorn.config.cluster import FAILURE_DOMAINS
 from capricorn.config.scenario import Scenario
 from capricorn.errors import ConfigError
 from capricorn.records.samples import RECOVERIES, RUN, RecoverySample, RunRecord, read_run, read_samples
 from capricorn.sizing.memory import needs_of
+from capricorn.systems.registry import SystemEntry, find
 from capricorn.systems.settings import settings_of
 
-from .options import output_options, refuse_shared_tier, scenario_options, system_option
+from .options import command, output_options, refuse_shared_tier, scenario_options, system_option
 from .output import console, print_json
 
+MATTERS: Mapping[str, Callable[[SystemEntry], bool]] = {
+    "planner": lambda system: system.kind in ("replicates", "own") and not system.profiles_first,
+    "persist": lambda system: system.replicates,
+}
+"""By section: whether it means something for a system, where it does not for all."""
 
-@click.command()
+
+@command(
+    "run --system capricorn --iterations 50",
+    "run --model mixtral-8x7b --cluster dgx-a100 --nodes 4",
+)
 @system_option
 @scenario_options
 @output_options
-@click.option("--dry-run", is_flag=True, help="print needs, checks and the resolved config, and start nothing")
+@click.option("--dry-run", is_flag=True, help="Print needs, checks and resolved settings, and start nothing")
 def run(scenario: Scenario, repeats: int, out: Path, as_json: bool, quiet: bool, verbose: bool, dry_run: bool) -> int:
     """Train one model under one system and record what happens in results/<run-id>/."""
     from capricorn.launch.preflight import require
@@ -88,7 +100,7 @@ def _show(records: dict[Path, RunRecord], repeats: int, as_json: bool, quiet: bo
 
 
 def _print_tables(records: dict[Path, RunRecord], repeats: int) -> None:
-    from capricorn.report.terminal.tables import repeats_table, run_table
+    from capricorn.report.terminal.run_table import repeats_table, run_table
 
     out = console()
     if repeats > 1:
@@ -101,24 +113,36 @@ def _print_tables(records: dict[Path, RunRecord], repeats: int) -> None:
 
 
 def _show_needs(scenario: Scenario) -> None:
-    from capricorn.report.terminal.tables import plan_table
+    from capricorn.report.terminal.plan_table import plan_table
 
     console().print(plan_table(scenario, needs_of(scenario, cuda=False)))
 
 
+def _told(scenario: Scenario) -> Iterator[tuple[str, str]]:
+    """Yields the sections that mean something for this run, with their settings; a scale model is shown as a table."""
+    system, config = find(scenario.system.name), scenario.model_dump(mode="json", exclude={"emulation", "faults"})
+    if not scenario.cluster.is_emulated:
+        config["cluster"] = {key: value for key, value in config["cluster"].items() if key in FAILURE_DOMAINS}
+    config["system.options"] = config["system"].pop("options")
+    for section, fields in config.items():
+        told = (f"{key}={value}" for key, value in fields.items() if value not in (None, ""))
+        if fields and (section not in MATTERS or MATTERS[section](system)):
+            yield section, " ".join(told)
+    if scenario.faults:
+        yield "faults", " ".join(map(str, scenario.faults))
+
+
 def _show_plan(scenario: Scenario, as_json: bool) -> None:
     from capricorn.launch.preflight import checks
-    from capricorn.report.terminal.tables import checks_table, plan_table
+    from capricorn.report.terminal.plan_table import checks_table, plan_table
 
     needs, found = needs_of(scenario, cuda=scenario.cluster.device == "cuda"), checks(scenario)
-    config = scenario.model_dump(mode="json")
     if as_json:
         facts = [dataclasses.asdict(check) for check in found]
-        print_json({"needs": dataclasses.asdict(needs), "checks": facts, "config": config})
+        print_json({"needs": dataclasses.asdict(needs), "checks": facts, "config": scenario.model_dump(mode="json")})
         return
     out = console()
     out.print(plan_table(scenario, needs))
     out.print(checks_table(found))
-    for section, fields in config.items():
-        values = " ".join(f"{key}={value}" for key, value in fields.items()) if isinstance(fields, dict) else fields
-        out.print(f"{section}: {values}", soft_wrap=True, markup=False)
+    for section, settings in _told(scenario):
+        out.print(f"{section}: {settings}", soft_wrap=True, markup=False)

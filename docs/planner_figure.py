@@ -22,7 +22,7 @@ from matplotlib.patches import Patch
 from capricorn.hooks import OP_KINDS, OpKey
 from capricorn.planner.profile import IterationProfile, spans_of
 from capricorn.records.samples import ITERATIONS, OPS, IterationSample, OpSample, read_run, read_samples
-from capricorn.report.terminal.tables import describe
+from capricorn.report.text import describe
 from capricorn.units import Bytes, BytesPerSecond, Seconds
 
 COMPUTING, ALL_TO_ALL, REDUCE, UPDATE = "#56a0d3", "#e69f00", "#cc79a7", "#8c8c8c"

@@ -1,4 +1,4 @@
-"""What a comparison of systems is and how far it has come: variants, planned runs, and the record it goes on from.
+"""A comparison of systems and how far it has come: variants, planned runs, and the record it goes on from.
 
 Starts nothing; knows no torch and none of the samples that runs record.
 """
@@ -27,14 +27,14 @@ COMPARE, LOCK = "compare.json", "compare.lock"
 WORK = ("model", "train", "data", "cluster", "loads")
 """Sections that say what is trained, where and on what; systems are compared on the same."""
 LENGTH = ("train.iterations", "train.warmup", "train.timeline_every")
-"""Of these what all may differ in: only iterations that both have measured are compared."""
+"""Fields of these sections that may differ: only iterations that both have measured are compared."""
 SYSTEM = "system.name"
 BASE = "none"
 """The system that makes no checkpoints, whatever its settings say of them."""
 CHECKPOINTS = ("system.every", "system.replicas")
-"""What else must be equal of the systems that make some, or be asked for by one of them."""
+"""Fields that must be equal among systems that make checkpoints, or be asked for by one of them."""
 KEPT = ("requested", "effective")
-"""Of the summary of a run: its checkpoints, and those that became complete."""
+"""Figures of a run's summary: its checkpoints, and those that became complete."""
 SPELLING = "none,capricorn,gemini:mu=0.9"
 
 
@@ -57,7 +57,7 @@ class Variant(FrozenModel):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """`SYSTEM[:KEY=VALUE]...`
+        """Returns the variant that is spelled `SYSTEM[:KEY=VALUE]...`
 
         Raises:
             ConfigError: a part is empty or not key=value.
@@ -73,7 +73,7 @@ class Variant(FrozenModel):
         return cls(system=canonical_name(system), assignments=tuple(assignments))
 
     def of(self, scenario: Scenario) -> Scenario:
-        """The scenario under this variant.
+        """Returns the scenario under this variant.
 
         Raises:
             ConfigError: a key is unknown, its value does not fit, or it would change the work.
@@ -93,7 +93,7 @@ class Variant(FrozenModel):
 
 
 def parse_variants(texts: Iterable[str]) -> tuple[Variant, ...]:
-    """The variants that are spelled so.
+    """Returns the variants that are spelled so.
 
     Raises:
         ConfigError: there is none, or one is misspelled or comes twice.
@@ -143,19 +143,19 @@ class PlannedRun(FrozenModel):
     """One run of a comparison."""
 
     variant: str
-    """Its label."""
+    """The label of the variant."""
     repeat: int
-    """From 1."""
+    """Number of the repeat, from 1."""
     run_id: str = ""
-    """Of its newest start; empty before."""
+    """The id of its newest start; empty before the first."""
     failure: str = ""
-    """What ended that early, in one sentence."""
+    """The reason why that start ended early, in one sentence."""
     finished: bool | None = None
-    """Whether that came to its end, rather than being interrupted; None is not known."""
+    """Whether that start came to its end, rather than being interrupted; None is not known."""
 
 
 class Tuned(FrozenModel):
-    """What a variant was given after its settings had been tried out."""
+    """Settings that a variant was given after they had been tried out."""
 
     assignments: tuple[str, ...]
     run_id: str
@@ -172,11 +172,20 @@ class PlannedComparison(FrozenModel):
     repeats: int
     runs: tuple[PlannedRun, ...]
     tuned: dict[str, Tuned] = Field(default_factory=dict)
-    """By label of the variant."""
+    """Tuned settings by label of the variant."""
 
     @classmethod
     def plan(cls, label: str, scenario: Scenario, variants: Sequence[Variant], repeats: int) -> Self:
-        """Runs there and back (A B B A ...), so that a machine that gets slower does so for all alike."""
+        """Returns the comparison before its first run.
+
+        Runs go there and back (A B B A ...), so that a machine that gets slower does so for all alike.
+
+        Args:
+            label: what tells it from the other comparisons of the same record; may be empty.
+            scenario: what all variants share, resolved.
+            variants: the systems with their settings.
+            repeats: how often each of them runs.
+        """
         runs = tuple(
             PlannedRun(variant=variant.label, repeat=repeat)
             for repeat in range(1, repeats + 1)
@@ -185,13 +194,13 @@ class PlannedComparison(FrozenModel):
         return cls(label=label, scenario=scenario, variants=tuple(variants), repeats=repeats, runs=runs)
 
     def scenario_of(self, variant: str) -> Scenario:
-        """What the variant of that label runs, tuned if it was."""
+        """Returns what the variant of that label runs, tuned if it was."""
         found = next(each for each in self.variants if each.label == variant)
         scenario = found.of(self.scenario)
         return override(scenario, self.tuned[variant].assignments) if variant in self.tuned else scenario
 
     def with_run(self, run: PlannedRun) -> Self:
-        """The same with that run in its place."""
+        """Returns the comparison with that run in the place of the one before."""
         runs = tuple(run if (old.variant, old.repeat) == (run.variant, run.repeat) else old for old in self.runs)
         return self.model_copy(update={"runs": runs})
 
@@ -214,7 +223,7 @@ class CompareRecord(FrozenModel):
 
 
 def read_compare(folder: Path) -> CompareRecord:
-    """The record of a comparison's folder.
+    """Returns the record of a comparison's folder.
 
     Raises:
         ConfigError: there is none, it is damaged, or it has another schema version.
@@ -236,7 +245,7 @@ def write_compare(folder: Path, record: CompareRecord) -> None:
 
 
 def is_compare(folder: Path) -> bool:
-    """Whether that is the folder of a comparison."""
+    """Returns whether that is the folder of a comparison."""
     return (folder / COMPARE).exists()
 
 
@@ -261,13 +270,13 @@ def alone_in(folder: Path) -> Iterator[None]:
         yield
 
 
-def place_of(folder: Path, run: PlannedRun) -> Path:
-    """Where that run of the comparison in the folder lies, once it has started."""
+def folder_of(folder: Path, run: PlannedRun) -> Path:
+    """Returns the folder of that run of the comparison, once it has started."""
     return folder.resolve().parent / run.run_id
 
 
 def is_done(folder: Path, run: PlannedRun) -> bool:
-    """Whether that run of the comparison in the folder came to its end, did all its iterations and did not fail.
+    """Returns whether that run of the comparison came to its end, did all its iterations and did not fail.
 
     What else may be wrong with it, its verdict says; it would be so again. Where it is not known whether it came to its
     end, missing checkpoints are taken to say that it did not. A run whose record is damaged is to be made again.
@@ -275,7 +284,7 @@ def is_done(folder: Path, run: PlannedRun) -> bool:
     if not run.run_id or run.failure or run.finished is False:
         return False
     try:
-        record = read_run(place_of(folder, run))
+        record = read_run(folder_of(folder, run))
     except ConfigError:
         return False
     num_iterations, requested, effective = (record.summary.get(key, 0) for key in ("iterations", *KEPT))
@@ -284,7 +293,7 @@ def is_done(folder: Path, run: PlannedRun) -> bool:
 
 
 def missing_runs(folder: Path, planned: PlannedComparison) -> list[PlannedRun]:
-    """Those of the comparison in the folder that are still to be made, in their order."""
+    """Returns the runs of the comparison that are still to be made, in their order."""
     return [run for run in planned.runs if not is_done(folder, run)]
 
 
@@ -292,26 +301,26 @@ def missing_runs(folder: Path, planned: PlannedComparison) -> list[PlannedRun]:
 
 
 def flat_settings(scenario: Scenario) -> dict[str, Any]:
-    """Every `section.field` of a scenario with its value, `system.options.KEY` too; not what is computed from them."""
+    """Returns every `section.field` of a scenario with its value, `system.options.KEY` too, and nothing computed."""
     tree = scenario.model_dump(mode="json", exclude={"emulation", "faults"})
     settings = {f"{section}.{field}": value for section, table in tree.items() for field, value in table.items()}
     return settings | {f"{OPTIONS}.{key}": value for key, value in settings.pop(OPTIONS).items()}
 
 
 def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Keys of which the two do not have the same value."""
+    """Returns the keys of which the two do not have the same value."""
     return [key for key in ours if ours[key] != theirs.get(key)]
 
 
 def work_of(record: RunRecord) -> dict[str, Any]:
-    """What must be equal of runs that are compared: mode, model, data, seed, loads, cluster and its links, faults."""
+    """Returns what must be equal of runs that are compared: mode, model, data, seed, loads, cluster, links, faults."""
     settings = flat_settings(record.config)
     work = {key: value for key, value in settings.items() if key.partition(".")[0] in WORK and key not in LENGTH}
     return {"mode": record.mode, **work, "faults": [str(fault) for fault in record.config.faults]}
 
 
 def checkpoints_of(record: RunRecord) -> dict[str, Any]:
-    """How often a run makes a checkpoint, and of how many copies; nothing of one that makes none."""
+    """Returns how often a run makes a checkpoint, and of how many copies; nothing for one that makes none."""
     settings = flat_settings(record.config)
     return {} if record.system == BASE else {key: settings[key] for key in CHECKPOINTS}
 

@@ -6,11 +6,11 @@ Pure values; how the scale is computed is in `scale`.
 from __future__ import annotations
 
 from collections.abc import Set
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from capricorn.config.fields import ByteRate, FrozenModel, check
+from capricorn.config.fields import ByteRate, FrozenModel, Option, check
 from capricorn.errors import ConfigError
 from capricorn.units import BytesPerSecond, Seconds, count_noun
 
@@ -30,7 +30,7 @@ STORAGES: dict[str, tuple[BytesPerSecond, BytesPerSecond | None]] = {
 20 Gb/s beside the p3dn and p4d clusters of Gemini, SOSP'23; the others are local drives, one or four striped."""
 
 
-_FAILURE_DOMAINS = frozenset({"name", "nodes", "ranks_per_node", "device"})
+FAILURE_DOMAINS = frozenset({"name", "nodes", "ranks_per_node", "device"})
 _DESCRIPTION = frozenset({
     "accelerator", "flops_per_s", "devices_per_node", "mfu", "link_bytes_per_s", "link_efficiency", "rho",
     "iteration_s", "moe_layers",
@@ -49,35 +49,67 @@ class ClusterConfig(FrozenModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    name: str = LOCAL
-    nodes: int = Field(default=2, gt=0)
-    ranks_per_node: int = Field(default=1, gt=0)
-    device: Device = "auto"
+    name: Annotated[str, Option("--cluster", "Place", "CLUSTER")] = Field(
+        default=LOCAL,
+        description="Run on this machine as it is (local), or on a scale model of a cluster: a preset of "
+        "`list clusters`, or a TOML file",
+    )
+    nodes: Annotated[int, Option("--nodes", "Place", "N", computed=True)] = Field(
+        default=2, gt=0, description="Split the ranks over this many failure domains (default: 2; 1 with one GPU)"
+    )
+    ranks_per_node: Annotated[int, Option("--ranks-per-node", "Place", "K", computed=True)] = Field(
+        default=1, gt=0, description="Start this many ranks on each node (default: 1; on CUDA one for each GPU)"
+    )
+    device: Annotated[Device, Option("--device", "Place")] = Field(
+        default="auto", description="Train on this device; auto takes CUDA where there is any"
+    )
 
-    accelerator: str = Field(default="", description="v100, rtx3090, a100 or h100")
-    flops_per_s: float | None = Field(default=None, gt=0, description="peak of one device, instead of `accelerator`")
-    devices_per_node: int = Field(default=1, gt=0)
-    mfu: float = Field(default=0.4, gt=0, le=1, description="part of the peak that training reaches")
-    link_bytes_per_s: ByteRate | None = Field(default=None, gt=0, description="line rate of a node, each direction")
-    link_efficiency: float = Field(default=0.6, gt=0, le=1, description="part of the line rate that transfers reach")
-    storage: str = Field(default="", description="shared-20g, nvme-gen3, nvme-gen4 or nvme-gen4-x4")
-    storage_node_bytes_per_s: ByteRate | None = Field(default=None, gt=0, description="instead of `storage`")
-    storage_total_bytes_per_s: ByteRate | None = Field(default=None, gt=0, description="of all nodes together")
+    accelerator: str = Field(default="", description="Device of the cluster: v100, rtx3090, a100 or h100")
+    flops_per_s: float | None = Field(
+        default=None, gt=0, description="Peak of one device in flop/s, instead of `accelerator`"
+    )
+    devices_per_node: int = Field(default=1, gt=0, description="Devices in a node of the cluster")
+    mfu: float = Field(default=0.4, gt=0, le=1, description="Part of the peak that training reaches")
+    link_bytes_per_s: ByteRate | None = Field(
+        default=None, gt=0, description="Line rate of a node of the cluster, each direction, as in 400Gbit"
+    )
+    link_efficiency: float = Field(default=0.6, gt=0, le=1, description="Part of the line rate that transfers reach")
+    storage: str = Field(
+        default="", description="Storage of the cluster: shared-20g, nvme-gen3, nvme-gen4 or nvme-gen4-x4"
+    )
+    storage_node_bytes_per_s: ByteRate | None = Field(
+        default=None, gt=0, description="Rate at which one node writes to storage, instead of `storage`"
+    )
+    storage_total_bytes_per_s: ByteRate | None = Field(
+        default=None, gt=0, description="Rate at which all nodes together write to storage"
+    )
 
     rho: float | None = Field(
-        default=None, gt=0, description="checkpoint transfer time / idle span time; sets the tokens of an iteration"
+        default=None,
+        gt=0,
+        description="Transfer time of a checkpoint / idle time of an iteration; sets the tokens of an iteration",
     )
     rate_bytes_per_s: ByteRate | None = Field(
-        default=None, gt=0, description="of a node's link here, each direction; 80 Mbit/s, or 40 for family gpt-moe"
+        default=None,
+        gt=0,
+        description="Rate of a node's link here, each direction (default: 80 Mbit/s; 40 for family gpt-moe)",
     )
-    iteration_s: float = Field(default=2.5, gt=0, description="length of an iteration here, without reduce and update")
+    iteration_s: float = Field(
+        default=2.5, gt=0, description="Seconds that an iteration takes here, without reduce and update"
+    )
     moe_layers: int = Field(default=4, gt=0, description="MoE layers of the scale model")
-    qos: bool = Field(default=False, description="links have a low class below all other traffic (DSCP CS1)")
-    links: Literal["auto", "namespaces", "user-namespaces", "paced"] = "auto"
+    qos: bool = Field(default=False, description="Give links a low class below all other traffic (DSCP CS1)")
+    links: Literal["auto", "namespaces", "user-namespaces", "paced"] = Field(
+        default="auto", description="How links are emulated; auto takes the first way that this machine allows"
+    )
 
-    attention_s: float | None = Field(default=None, gt=0, description="measured, forward; backward takes twice as long")
-    expert_s: float | None = Field(default=None, gt=0, description="measured, forward, at a rank's mean load")
-    head_s: float = Field(default=0.0, ge=0, description="measured, forward")
+    attention_s: float | None = Field(
+        default=None, gt=0, description="Seconds of a measured attention, forward; backward takes twice as long"
+    )
+    expert_s: float | None = Field(
+        default=None, gt=0, description="Seconds of the measured experts of a layer, forward, at a rank's mean load"
+    )
+    head_s: float = Field(default=0.0, ge=0, description="Seconds of the measured head, forward")
 
     @property
     def is_emulated(self) -> bool:
@@ -102,7 +134,7 @@ class ClusterConfig(FrozenModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if not self.is_emulated:
-            self._refuse(type(self).model_fields.keys() - _FAILURE_DOMAINS, "name a cluster")
+            self._refuse(type(self).model_fields.keys() - FAILURE_DOMAINS, "name a cluster")
             return self
         check(self.nodes > 1, f"--cluster {self.name} emulates a network: it needs --nodes 2 or more")
         check(self.device != "cuda", f"--cluster {self.name} paces computing on the CPU: use --device cpu")
@@ -156,7 +188,7 @@ class Pace(FrozenModel):
         return self.attention_s + self.gate_s - self.moe_gate_s
 
 
-class Times(FrozenModel):
+class IterationTimes(FrozenModel):
     """Seconds of one iteration on one node, at balanced expert loads."""
 
     compute_s: Seconds

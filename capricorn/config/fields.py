@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
@@ -37,6 +39,30 @@ class FrozenModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+@dataclass(frozen=True, slots=True)
+class Option:
+    """Makes a field an option of the commands that train: `Annotated[int, Option("--seed", "Work", "S")]`.
+
+    The field says the rest: its description is the help text, its type and limits are those of the value.
+    """
+
+    name: str
+    group: str
+    """The heading that it stands under in the help."""
+    metavar: str = ""
+    """The kind of its value, in capitals; what completes it in a shell goes by this word."""
+    written: str | tuple[str, ...] | None = None
+    """The default as people write it, where that is read into the value: a name, `every-iter`."""
+    computed: bool = False
+    """Whether the default depends on the machine or on other options, as the description then says."""
+    parameter: str = ""
+    """Its name in Python, where that is not the option's: `faults` of --fault."""
+
+    @property
+    def parameter_name(self) -> str:
+        return self.parameter or self.name.removeprefix("--").replace("-", "_")
+
+
 T = TypeVar("T", bound=BaseModel)
 
 
@@ -51,18 +77,32 @@ def validate(model: type[T], values: Mapping[str, Any], where: str, *, lax: bool
     except ConfigError:
         raise
     except ValidationError as error:
-        raise ConfigError(_describe(error, where)) from None
+        raise ConfigError(_describe(error, where, model)) from None
+
+
+_WORDS = {
+    "int_parsing": "should be a whole number",
+    "float_parsing": "should be a number",
+    "bool_parsing": "should be true or false",
+}
+"""By pydantic's type of an error: what it says of a parser, in words for people who write settings."""
 
 
 def _message(fault: Mapping[str, Any]) -> str:
-    return str(fault["msg"]).removeprefix("Value error, ").replace("Input should", "should", 1)
+    said = str(fault["msg"]).removeprefix("Value error, ").replace("Input should", "should", 1)
+    return _WORDS.get(fault["type"], said)
 
 
-def _describe(error: ValidationError, where: str) -> str:
-    first = error.errors()[0]
+def _describe(error: ValidationError, where: str, model: type[BaseModel]) -> str:
+    """The first error in one line; an unknown key goes before others, as it may be the one that is missed."""
+    faults: Sequence[Mapping[str, Any]] = error.errors()
+    first = next((fault for fault in faults if fault["type"] == "extra_forbidden"), faults[0])
     key = ".".join(str(part) for part in first["loc"])
     if isinstance(cause := first.get("ctx", {}).get("error"), ConfigError):
         return str(cause)
     if first["type"] == "extra_forbidden":
-        return f"{where}: unknown key {key!r}"
+        nearest = difflib.get_close_matches(key, model.model_fields, n=1)
+        return f"{where}: unknown key {key!r}" + (f"; did you mean {nearest[0]!r}?" if nearest else "")
+    if first["type"] == "missing":
+        return f"{where}: {key} is missing; it has no default"
     return f"{where}: {key} = {first.get('input')!r}: {_message(first)}"

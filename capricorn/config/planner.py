@@ -23,17 +23,22 @@ class PlannerConfig(FrozenModel):
 
     spans: Literal["load", "layer", "global", "none"] = Field(
         default="load",
-        description="idle spans by the loads of the iteration, by layer, as one average; none sends as soon as staged",
+        description="Predict idle spans from the expert loads of the iteration, by layer, or as one average; none "
+        "sends as soon as staged",
     )
     replan: str = Field(
-        default="speculative", description="never, every-K, every-iter, speculative, or (offline) oracle"
+        default="speculative",
+        description="Plan anew never, every-K, every-iter, or when the profile has drifted (speculative); oracle is "
+        "for ablate --trace",
     )
-    gate: bool = Field(default=True, description="a chunk starts only while the link is idle at both ends")
-    risk: float = Field(default=0.5, gt=0, lt=1, description="quantile of a span's duration to fill it to at most")
+    gate: bool = Field(default=True, description="Start a chunk only while the link is idle at both ends")
+    risk: float = Field(
+        default=0.5, gt=0, lt=1, description="Fill a span at most up to this quantile of its predicted duration"
+    )
     max_chunk_bytes: ByteCount = Field(
-        default=256 * KIB, ge=1024, le=GIB, description="what is sent without looking up"
+        default=256 * KIB, ge=1024, le=GIB, description="Send at most this many bytes before looking at the link again"
     )
-    profile_iterations: int = Field(default=4, gt=0, description="iterations that are measured for one plan")
+    profile_iterations: int = Field(default=4, gt=0, description="Measure this many iterations for one plan")
 
     @model_validator(mode="after")
     def _check(self) -> Self:

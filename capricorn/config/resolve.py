@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import difflib
 import re
+import sys
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from capricorn.config.cluster import LOCAL
 from capricorn.config.fields import validate
 from capricorn.config.presets import CLUSTERS, MODELS
 from capricorn.config.scenario import MOVED_SECTIONS, ModelConfig, Scenario
 from capricorn.errors import ConfigError, unknown_name
+
+SEE: Final = "see capricorn-bench list settings"
+RENAMED: Final[Mapping[str, str]] = {"system.give_way": "system.idle_priority"}
+"""Keys of earlier versions, each with its key of today; still accepted, with a note."""
 
 
 def load_model(name: str) -> ModelConfig:
@@ -80,7 +86,14 @@ OPTIONS = "system.options."
 def canonical_key(key: str) -> str:
     """Returns a key as it is spelled today: `system.options.mu` for the older `gemini.mu`."""
     section, _, field = key.partition(".")
-    return OPTIONS + field if section in MOVED_SECTIONS else key
+    return OPTIONS + field if section in MOVED_SECTIONS else RENAMED.get(key, key)
+
+
+def note_older(assignments: Iterable[str]) -> None:
+    """Says on stderr, once in a process, which keys that a user has written are spelled otherwise now."""
+    for key in (assignment.partition("=")[0] for assignment in assignments):
+        if canonical_key(key) != key:
+            _note_once(key)
 
 
 def assign(scenario: Scenario, assignments: Iterable[str]) -> Scenario:
@@ -95,7 +108,7 @@ def assign(scenario: Scenario, assignments: Iterable[str]) -> Scenario:
     for assignment in assignments:
         written, equals, value = assignment.partition("=")
         if not equals:
-            raise ConfigError(f"--set {assignment!r} is not key=value")
+            raise ConfigError(f"--set {assignment!r} is not key=value, as in system.every=2; {SEE}")
         key = canonical_key(written)
         if key.startswith(OPTIONS) and key != OPTIONS:
             tree["system"]["options"][key.removeprefix(OPTIONS)] = value
@@ -104,9 +117,15 @@ def assign(scenario: Scenario, assignments: Iterable[str]) -> Scenario:
         known = [f"{s}.{f}" for s, table in tree.items() if isinstance(table, dict) for f in table]
         if key not in known:
             nearest = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {nearest[0]!r}?" if nearest else f"sections: {', '.join(tree)}"
+            sections = ", ".join(name for name, table in tree.items() if isinstance(table, dict))
+            hint = f"did you mean {nearest[0]!r}?" if nearest else f"sections: {sections}; {SEE}"
             raise ConfigError(f"--set {assignment!r}: unknown key {written!r}; {hint}")
         if key == OPTIONS.removesuffix("."):
             raise ConfigError(f"--set {assignment!r}: name one of them, as in {OPTIONS}KEY=VALUE")
         tree[section][field] = value
     return validate(Scenario, tree, "--set", lax=True)
+
+
+@cache
+def _note_once(key: str) -> None:
+    print(f"note: {key} is now {canonical_key(key)}", file=sys.stderr)

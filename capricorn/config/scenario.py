@@ -5,13 +5,15 @@ Knows no torch, no file and no process.
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from capricorn.config.cluster import ClusterConfig, Pace, Times
-from capricorn.config.fault_spec import LINK_KINDS, NO_LINKS, FaultSpec
-from capricorn.config.fields import ByteCount, FrozenModel, check
+from capricorn.config.cluster import ClusterConfig, IterationTimes, Pace
+from capricorn.config.fault_kinds import KINDS, NO_LINKS
+from capricorn.config.fault_spec import FaultSpec
+from capricorn.config.fields import ByteCount, FrozenModel, Option, check
 from capricorn.config.planner import PlannerConfig
 from capricorn.hooks import DIRECTIONS, MOMENTS, NO_LAYER, OpKey, matches_op
 from capricorn.topology import Topology, expert_split
@@ -29,26 +31,26 @@ class ModelConfig(FrozenModel):
     Family `gpt-moe`: the GPT-2 block with fairscale's capacity-bound MOELayer (2 matrices an expert, top-2).
     """
 
-    name: str
-    family: Literal["mixtral", "gpt-moe"]
-    num_layers: int = Field(gt=0)
-    hidden: int = Field(gt=0)
-    ffn: int = Field(gt=0, description="inner width of one expert")
-    num_heads: int = Field(gt=0)
-    num_kv_heads: int = Field(gt=0)
-    head_dim: int = Field(gt=0)
-    attention: Literal["gqa", "mla"] = "gqa"
-    num_experts: int = Field(gt=0)
-    top_k: int = Field(gt=0)
-    num_shared_experts: int = Field(default=0, ge=0)
-    num_dense_layers: int = Field(default=0, ge=0, description="first layers with a dense feed-forward block")
-    dense_ffn: int = Field(default=0, ge=0)
-    moe_every: int = Field(default=1, gt=0, description="every k-th layer is MoE")
-    vocab_size: int = Field(ge=256, description="256 trains on bytes, more on a BPE of that size")
-    seq_len: int = Field(gt=0)
-    batch_size: int = Field(gt=0, description="sequences per rank and iteration")
-    tie_embeddings: bool = False
-    balance_loss: float = Field(default=0.01, ge=0)
+    name: str = Field(description="Name that runs of it go by")
+    family: Literal["mixtral", "gpt-moe"] = Field(description="Kind of block and of routing")
+    num_layers: int = Field(gt=0, description="Transformer layers")
+    hidden: int = Field(gt=0, description="Width between layers")
+    ffn: int = Field(gt=0, description="Inner width of one expert")
+    num_heads: int = Field(gt=0, description="Query heads of an attention")
+    num_kv_heads: int = Field(gt=0, description="Key-value heads of an attention")
+    head_dim: int = Field(gt=0, description="Width of a head")
+    attention: Literal["gqa", "mla"] = Field(default="gqa", description="Grouped-query or multi-head latent attention")
+    num_experts: int = Field(gt=0, description="Routed experts of a MoE layer")
+    top_k: int = Field(gt=0, description="Experts that a token is routed to")
+    num_shared_experts: int = Field(default=0, ge=0, description="Experts of a MoE layer that every token passes")
+    num_dense_layers: int = Field(default=0, ge=0, description="First layers, which have a dense feed-forward block")
+    dense_ffn: int = Field(default=0, ge=0, description="Inner width of a dense feed-forward block")
+    moe_every: int = Field(default=1, gt=0, description="Makes every k-th layer a MoE layer")
+    vocab_size: int = Field(ge=256, description="Tokens of the vocabulary: 256 trains on bytes, more on a BPE")
+    seq_len: int = Field(gt=0, description="Tokens of a sequence")
+    batch_size: int = Field(gt=0, description="Sequences per rank and iteration")
+    tie_embeddings: bool = Field(default=False, description="Use one matrix for the embeddings and the head")
+    balance_loss: float = Field(default=0.01, ge=0, description="Weight of the loss that balances the expert loads")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -95,9 +97,9 @@ class Emulation(FrozenModel):
     link_bytes_per_s: BytesPerSecond
     storage_node_bytes_per_s: BytesPerSecond | None
     storage_total_bytes_per_s: BytesPerSecond | None
-    there: Times | None
+    there: IterationTimes | None
     """Of the target, in its own seconds."""
-    here: Times
+    here: IterationTimes
 
     @property
     def rho(self) -> float:
@@ -107,25 +109,40 @@ class Emulation(FrozenModel):
 class LoadsConfig(FrozenModel):
     """Where the loads of the experts come from: the router, a phase of the synthetic generator, or a trace file."""
 
-    source: str = Field(default=ROUTER, description="router, a phase, or an npz file")
-    first: int = Field(default=1, gt=0, le=100_000, description="iteration of the phase or trace to start at")
+    source: Annotated[str, Option("--loads", "What", "LOADS")] = Field(
+        default=ROUTER,
+        description="Take expert loads from the router, a phase (warm-up, transient, settling, stable or balanced), "
+        "or a trace (npz file)",
+    )
+    first: int = Field(default=1, gt=0, le=100_000, description="Iteration of the phase or trace to start at")
 
 
 class TrainConfig(FrozenModel):
     """How long and with what recipe the model trains; the schedule does not depend on `iterations`."""
 
-    iterations: int = Field(default=30, gt=0)
-    warmup: int = Field(default=5, ge=0, description="first iterations, recorded but left out of the summary")
-    seed: int = Field(default=0, ge=0)
-    lr: float = Field(default=1e-3, gt=0)
-    min_lr_frac: float = Field(default=0.1, ge=0, le=1)
-    lr_warmup_iterations: int = Field(default=10, ge=0)
-    schedule_iterations: int = Field(default=1000, gt=0, description="length of the cosine")
-    weight_decay: float = Field(default=0.1, ge=0)
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    beta2: float = Field(default=0.95, ge=0, lt=1)
-    clip_norm: float = Field(default=1.0, gt=0)
-    timeline_every: int = Field(default=10, gt=0, description="iterations between two recorded op timelines")
+    iterations: Annotated[int, Option("--iterations", "Work", "N")] = Field(
+        default=30, gt=0, description="Train this many iterations"
+    )
+    warmup: Annotated[int, Option("--warmup", "Work", "N", computed=True)] = Field(
+        default=5,
+        ge=0,
+        description="Leave the first N iterations out of the summary (default: 5, or all but one of fewer; 0 for "
+        "faults)",
+    )
+    seed: Annotated[int, Option("--seed", "Work", "S")] = Field(
+        default=0, ge=0, description="Draw weights, order of the data and noise of the routing from this seed"
+    )
+    lr: float = Field(default=1e-3, gt=0, description="Learning rate at its peak")
+    min_lr_frac: float = Field(default=0.1, ge=0, le=1, description="Part of the learning rate that is left in the end")
+    lr_warmup_iterations: int = Field(
+        default=10, ge=0, description="Iterations in which the learning rate rises to its peak"
+    )
+    schedule_iterations: int = Field(default=1000, gt=0, description="Length of the cosine of the learning rate")
+    weight_decay: float = Field(default=0.1, ge=0, description="AdamW's decay of the weights")
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW's decay of the first moment")
+    beta2: float = Field(default=0.95, ge=0, lt=1, description="AdamW's decay of the second moment")
+    clip_norm: float = Field(default=1.0, gt=0, description="Norm that gradients are clipped to")
+    timeline_every: int = Field(default=10, gt=0, description="Iterations between two recorded timelines of ops")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -142,62 +159,104 @@ class DataConfig(FrozenModel):
     Of more than 16 MiB only the first are read, which is many epochs of a benchmark.
     """
 
-    path: str = "stdlib"
+    path: Annotated[str, Option("--data", "What", "PATH")] = Field(
+        default="stdlib", description="Train on the text in this file or folder, or on the interpreter's own stdlib"
+    )
 
 
 class SystemConfig(FrozenModel):
     """A checkpointing system and its settings."""
 
-    name: str = Field(default="capricorn", description="NAME, PACKAGE.MODULE:CLASS or FILE.py:CLASS")
-    options: dict[str, Any] = Field(default_factory=dict, description="settings that the system itself defines")
-    every: int = Field(default=1, ge=0, description="iterations between two checkpoints; 0 is off")
-    replicas: int = Field(default=2, gt=0, description="copies of each shard, one of them local")
+    name: Annotated[str, Option("--system", "What", "SYSTEM")] = Field(
+        default="capricorn",
+        description="Checkpoint with this system: one of `list systems`, PACKAGE.MODULE:CLASS or FILE.py:CLASS",
+    )
+    options: dict[str, Any] = Field(default_factory=dict, description="Settings that the system itself defines")
+    every: Annotated[int, Option("--ckpt", "Checkpoints", "WHEN", written="every-iter")] = Field(
+        default=1, ge=0, description="Make a checkpoint every-iter, every-N, or off (as a setting: 1, N, or 0)"
+    )
+    replicas: Annotated[int, Option("--replicas", "Checkpoints", "M", computed=True)] = Field(
+        default=2,
+        gt=0,
+        description="Keep M copies of each shard, one of them local (default: 2; 1 with one node)",
+    )
     block_bytes: ByteCount = Field(
         default=256 * KIB,
         ge=4096,
         multiple_of=4096,
-        description="unit of checksum, and of transfer where none is planned",
+        description="Bytes of one checksum, and of one transfer where none is planned",
     )
-    low_class: bool = Field(default=True, description="mark checkpoint traffic with DSCP CS1")
-    send_buffer_bytes: ByteCount = Field(default=128 * KIB, ge=4096, description="SO_SNDBUF of checkpoint sockets")
-    give_way: bool = Field(default=True, description="sending and receiving take only CPU time that nobody else wants")
-    timeout_s: float = Field(default=30.0, gt=0, description="deadline of every wait on a peer")
+    low_class: bool = Field(default=True, description="Mark checkpoint traffic as of low priority (DSCP CS1)")
+    send_buffer_bytes: ByteCount = Field(
+        default=128 * KIB, ge=4096, description="Send buffer of checkpoint sockets in bytes (SO_SNDBUF)"
+    )
+    idle_priority: bool = Field(
+        default=True, description="Run checkpoint traffic at SCHED_IDLE: on CPU time that nobody else wants"
+    )
+    timeout_s: float = Field(default=30.0, gt=0, description="Seconds to wait at most for a peer")
     max_lost: int = Field(
         default=1,
         ge=1,
         le=2,
-        description="finished iterations that may be lost; with 2 a late save holds up nothing yet",
+        description="Finished iterations that may be lost; with 2 a late save holds up nothing yet",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_old_names(cls, values: Any) -> Any:
+        """Returns the values by the names of today: records of earlier versions say `give_way`."""
+        if not isinstance(values, Mapping) or "give_way" not in values:
+            return values
+        return {"idle_priority" if key == "give_way" else key: value for key, value in values.items()}
 
 
 class PersistConfig(FrozenModel):
     """The persistent tier of the systems that replicate: which of their checkpoints it gets, and where it lies."""
 
-    every: int = Field(default=0, ge=0, description="iterations between two checkpoints on disk; 0 is off")
-    dir: str = Field(default="", description="a folder that all nodes reach; empty: that of the run")
-    keep: int = Field(default=2, ge=2, description="complete checkpoints that are kept on disk")
-    timeout_s: float = Field(default=60.0, gt=0, description="deadline of a wait for the writers of other ranks")
+    every: Annotated[int, Option("--persist-every", "Checkpoints", "N")] = Field(
+        default=0, ge=0, description="Keep every N-th iteration on disk, too; 0 keeps none"
+    )
+    dir: Annotated[str, Option("--persist-dir", "Checkpoints", "PATH")] = Field(
+        default="",
+        description="Keep them in this folder, which all nodes reach, and resume from what it holds (default: "
+        "persistent/ of the run)",
+    )
+    keep: int = Field(default=2, ge=2, description="Complete checkpoints that are kept on disk")
+    timeout_s: float = Field(default=60.0, gt=0, description="Seconds to wait at most for the writers of other ranks")
 
 
 class StoreConfig(FrozenModel):
     """Where the memory store lives."""
 
-    root: str = "/dev/shm"
-    keep: bool = Field(default=False, description="leave the store in place after the run")
+    root: str = Field(default="/dev/shm", description="Folder of the memory stores, on a tmpfs")
+    keep: Annotated[bool, Option("--keep-store", "Checkpoints")] = Field(
+        default=False, description="Leave the memory store in place after the run"
+    )
+
+
+def _current_restart(value: Any) -> Any:
+    """Returns `fork-server` for the name that it had in earlier records."""
+    return "fork-server" if value == "warm" else value
 
 
 class LaunchConfig(FrozenModel):
     """What is passed through to torchrun; `nnodes` > 0 means real machines, this one being `node_rank`."""
 
-    nnodes: int = Field(default=0, ge=0)
-    node_rank: int = Field(default=0, ge=0)
-    rdzv_endpoint: str = ""
-    max_restarts: int = Field(default=3, ge=0, description="restarts beyond those the injected faults need")
-    restart: Literal["warm", "torchrun"] = Field(
-        default="warm",
-        description="who starts the ranks, and again: processes that wait with torch imported, or torchrun",
+    nnodes: Annotated[int, Option("--nnodes", "Machines", "N")] = Field(
+        default=0, ge=0, description="Train on this many real machines, each with this command; 0 emulates all here"
     )
-    frozen_s: float = Field(default=2.5, gt=0, description="silence of a process after which it counts as hung")
+    node_rank: Annotated[int, Option("--node-rank", "Machines", "K")] = Field(
+        default=0, ge=0, description="Take this machine for number K of them, from 0"
+    )
+    rdzv_endpoint: Annotated[str, Option("--rdzv-endpoint", "Machines", "HOST:PORT")] = Field(
+        default="", description="Meet the other machines at this address, which is on machine 0"
+    )
+    max_restarts: int = Field(default=3, ge=0, description="Restarts beyond those that the injected faults need")
+    restart: Annotated[Literal["fork-server", "torchrun"], BeforeValidator(_current_restart)] = Field(
+        default="fork-server",
+        description="Who starts the ranks, and again: a process that has torch imported and forks them, or torchrun",
+    )
+    frozen_s: float = Field(default=2.5, gt=0, description="Seconds of silence after which a process counts as hung")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -215,7 +274,9 @@ class LaunchConfig(FrozenModel):
 class Scenario(FrozenModel):
     """All that defines a run; stored resolved in its record."""
 
-    model: ModelConfig
+    model: Annotated[ModelConfig, Option("--model", "What", "MODEL", written="mixtral-small")] = Field(
+        description="Train this model: a preset of `list models`, or a TOML file"
+    )
     train: TrainConfig = TrainConfig()
     data: DataConfig = DataConfig()
     cluster: ClusterConfig = ClusterConfig()
@@ -225,7 +286,10 @@ class Scenario(FrozenModel):
     persist: PersistConfig = PersistConfig()
     store: StoreConfig = StoreConfig()
     launch: LaunchConfig = LaunchConfig()
-    faults: tuple[FaultSpec, ...] = ()
+    faults: Annotated[tuple[FaultSpec, ...], Option("--fault", "Failures", "FAULT", (), parameter="faults")] = Field(
+        default=(),
+        description="Inject a failure, KIND@rank=R,iteration=I[,op=...], with a KIND of `list faults`; repeatable",
+    )
     emulation: Emulation | None = None
     """Computed from the cluster and the model; None without emulation."""
 
@@ -280,7 +344,8 @@ class Scenario(FrozenModel):
         )
         for fault in self.faults:
             _check_fault(fault, topology, model, self.train.iterations)
-            check(fault.kind not in LINK_KINDS or self.cluster.is_emulated, f"fault {fault}: {NO_LINKS}")
+            needs_links = fault.kind in KINDS and "links" in KINDS[fault.kind].needs
+            check(not needs_links or self.cluster.is_emulated, f"fault {fault}: {NO_LINKS}")
         return self
 
 

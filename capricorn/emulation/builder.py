@@ -27,7 +27,7 @@ FAIR: Final = ("cubic", "reno")
 
 
 def main() -> None:
-    """Sends the descriptors of the shape argv[2] over the socket argv[1], or else one line that says what failed."""
+    """Sends the descriptors of the request argv[2] over the socket argv[1], or else one line that says what failed."""
     die_with_parent()
     channel = socket.socket(fileno=int(sys.argv[1]))
     request = json.loads(sys.argv[2])
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def _build(shape: Shape, *, unprivileged: bool) -> list[int]:
-    """Descriptors of the user namespace if there is one, of the switch, of each node, and of a listening socket."""
+    """Returns the descriptors of the user namespace if there is one, the switch, the nodes, and a listening socket."""
     user = [new_user()] if unprivileged else []
     switch, *nodes = [_new_place() for _ in range(1 + shape.num_nodes)]
     enter(switch)
@@ -57,7 +57,7 @@ def _build(shape: Shape, *, unprivileged: bool) -> list[int]:
 
 
 def _new_place() -> int:
-    """The descriptor of a network namespace that behaves alike on all machines."""
+    """Returns the descriptor of a network namespace that behaves alike on all machines."""
     fd = new_net()
     sysctl = Path("/proc/sys/net")
     # A new namespace takes over the host's; of two senders on one link BBR lets the first keep most of it.
@@ -87,7 +87,7 @@ def run_batch(tool: str, script: str, fds: Sequence[int] = ()) -> None:
 
 
 def _describe_failure(tool: str, script: str, stderr: str) -> str:
-    """The line of the script that failed and the first thing the tool said: `tc qdisc add ...: Specified qdisc ...`."""
+    """Returns the line of a script that failed, and the first words of the tool: `tc qdisc add ...: Specified ...`."""
     said = (stderr.strip() or "failed without a word").splitlines()[0].removeprefix("Error: ")
     number = re.search(r"^Command failed -:(\d+)$", stderr, re.MULTILINE)
     line = script.splitlines()[int(number[1]) - 1] if number else "-batch"

@@ -32,7 +32,7 @@ class FabricError(CapricornError):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How many nodes, and what links them to the switch: the rate in each direction, and whether it has a low class."""
+    """The number of nodes and what links each to the switch: a rate in both directions, with or without a low class."""
 
     num_nodes: int
     bytes_per_s: BytesPerSecond
@@ -40,8 +40,8 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """How a process gets into a place of the network; by default it stays where the launcher is.
+class NamespaceEntry:
+    """The way of a process into the namespaces of a node or of the switch; by default it stays where the launcher is.
 
     A command is `[*prefix, MODULE, *ARGS]`, started with `pass_fds`.
     """
@@ -69,7 +69,7 @@ class Fabric:
 
     @classmethod
     def build(cls, shape: Shape, *, unprivileged: bool = False) -> Fabric:
-        """The network of that shape; `unprivileged` within a user namespace, which takes no rights where it is allowed.
+        """Builds the network of that shape, if `unprivileged` within a user namespace, which needs no rights.
 
         Raises:
             FabricError: this machine does not allow it or lacks something; nothing is left of it.
@@ -98,10 +98,10 @@ class Fabric:
     def address(self, node: int) -> str:
         return node_address(node)
 
-    def enter_node(self, node: int) -> Entry:
+    def enter_node(self, node: int) -> NamespaceEntry:
         return self._entry(self._nodes[node])
 
-    def enter_switch(self) -> Entry:
+    def enter_switch(self) -> NamespaceEntry:
         return self._entry(self._switch)
 
     def close(self) -> None:
@@ -110,13 +110,13 @@ class Fabric:
         while self._fds:
             os.close(self._fds.pop())
 
-    def _entry(self, net: int) -> Entry:
+    def _entry(self, net: int) -> NamespaceEntry:
         fds = (*self._user, net)
-        return Entry((sys.executable, "-m", "capricorn.emulation.inside", ",".join(map(str, fds))), fds)
+        return NamespaceEntry((sys.executable, "-m", "capricorn.emulation.inside", ",".join(map(str, fds))), fds)
 
 
 def _receive(channel: socket.socket, num_fds: int) -> list[int]:
-    """The descriptors that the builder sends, none of them inheritable.
+    """Returns the descriptors that the builder sends, none of them inheritable.
 
     Raises:
         FabricError: it sent the reason why there are none, or nothing in time.

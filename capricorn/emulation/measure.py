@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from capricorn.emulation.fabric import Entry, FabricError
+from capricorn.emulation.fabric import FabricError, NamespaceEntry
 from capricorn.records.samples import LinkSample
 from capricorn.units import Seconds
 
@@ -21,8 +21,10 @@ ANSWER_TIMEOUT_S: Seconds = 15.0
 """Longer than a probe's own waits, so that it can say what it waited for."""
 
 
-def measure_links(entries: Sequence[Entry], addresses: Sequence[str], links: Path | None = None) -> list[LinkSample]:
-    """Figures of the links from each node to the next and from the last to the first; none for a single node.
+def measure_links(
+    entries: Sequence[NamespaceEntry], addresses: Sequence[str], links: Path | None = None
+) -> list[LinkSample]:
+    """Returns figures of the links from each node to the next and from the last to the first; none for a single node.
 
     `links` is the folder of the links where they are paced in user space.
 
@@ -33,10 +35,10 @@ def measure_links(entries: Sequence[Entry], addresses: Sequence[str], links: Pat
     if num_nodes < 2:
         return []
     with contextlib.ExitStack() as stack:
-        peers: list[_Peer] = []
+        peers: list[_ProbeProcess] = []
         for node, (entry, address) in enumerate(zip(entries, addresses, strict=True)):
             arguments = [str(node), str(num_nodes), address, *(["--links", str(links)] if links else [])]
-            peers.append(_Peer(node, entry, arguments))
+            peers.append(_ProbeProcess(node, entry, arguments))
             stack.callback(peers[-1].end)
         ports = _ask_all(peers, ["listen"] * num_nodes)
         _ask_all(peers, [f"connect {addresses[k]} {ports[k]:.0f}" for k in (*range(1, num_nodes), 0)])
@@ -53,10 +55,10 @@ def measure_links(entries: Sequence[Entry], addresses: Sequence[str], links: Pat
     ]
 
 
-class _Peer:
-    """The process on one node."""
+class _ProbeProcess:
+    """The probe on one node."""
 
-    def __init__(self, node: int, entry: Entry, arguments: Sequence[str]) -> None:
+    def __init__(self, node: int, entry: NamespaceEntry, arguments: Sequence[str]) -> None:
         self._node = node
         self._errors = TemporaryFile()  # noqa: SIM115
         self._channel, theirs = socket.socketpair()
@@ -78,7 +80,7 @@ class _Peer:
             self._channel.sendall(f"{question}\n".encode())
 
     def answer(self) -> float:
-        """The next answer.
+        """Returns the next answer.
 
         Raises:
             FabricError: it failed, with the last it said, or took too long.
@@ -104,8 +106,8 @@ class _Peer:
         self._process.wait()
 
 
-def _ask_all(peers: Sequence[_Peer], questions: Sequence[str]) -> list[float]:
-    """The answers of all, who work on them at the same time."""
+def _ask_all(peers: Sequence[_ProbeProcess], questions: Sequence[str]) -> list[float]:
+    """Returns the answers of all, who work on them at the same time."""
     for peer, question in zip(peers, questions, strict=True):
         peer.ask(question)
     return [peer.answer() for peer in peers]

@@ -11,7 +11,7 @@ _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 
 
 def new_user() -> int:
-    """The descriptor of a new user namespace, which the process is then in: in it we are root and may do what root may.
+    """Returns the descriptor of a new user namespace, which the process is then in; in it we may do what root may.
 
     Raises:
         OSError: it is not allowed.
@@ -26,7 +26,7 @@ def new_user() -> int:
 
 
 def new_net() -> int:
-    """The descriptor of a new network namespace, which the process is then in.
+    """Returns the descriptor of a new network namespace, which the process is then in.
 
     Raises:
         OSError: it is not allowed.
@@ -36,7 +36,7 @@ def new_net() -> int:
 
 
 def enter(fd: int) -> None:
-    """From now on the process, which must have one thread, is in the namespace with that descriptor.
+    """Enters the namespace with that descriptor for good; the process must have one thread.
 
     Raises:
         OSError: it is not allowed.

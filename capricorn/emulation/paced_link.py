@@ -76,7 +76,7 @@ class Link:
         # Each field is stored whole, by one instruction, so a writer that is killed leaves no half of one.
         self._fields = memoryview(self._map).cast("d")
         self.bytes_per_s: BytesPerSecond = self._fields[_RATE]
-        """Of the link as it was made."""
+        """The rate of the link as it was made."""
 
     @property
     def high_bytes(self) -> Bytes:
@@ -89,7 +89,7 @@ class Link:
         return int(self._fields[_LOW])
 
     def reserve(self, num_bytes: Bytes, *, low: bool = False) -> Seconds:
-        """Books these bytes; the time by the clock at which they will have left.
+        """Books these bytes; returns the time by the clock at which they will have left.
 
         The low class is accepted only when the link is idle, and sleeps until then.
 
@@ -109,7 +109,7 @@ class Link:
             self._sleep(remaining)
 
     def slow_down(self, frac: float) -> None:
-        """From now on it carries that fraction of its rate, for all users; 1 makes it good again.
+        """Lets the link carry that fraction of its rate from now on, for all users; 1 makes it good again.
 
         Raises:
             TransportError: the link was closed meanwhile.
@@ -118,7 +118,7 @@ class Link:
             self._fields[_NOW] = frac * self._fields[_RATE]
 
     def hold(self, seconds: Seconds) -> None:
-        """Nothing more leaves for that long, for all users; 0 ends it for what is not booked yet.
+        """Lets nothing more leave for that long, for all users; 0 ends it for what is not booked yet.
 
         Raises:
             TransportError: the link was closed meanwhile.

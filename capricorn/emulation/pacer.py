@@ -54,11 +54,11 @@ class Pacer(TrainerHook):
         self._errors_s.append(self._clock() - self._due_s)
 
     def duration(self, op: OpKey) -> Seconds:
-        """How long the modelled device takes for the op with the tokens it got; 0 for what is not paced."""
+        """Returns how long the modelled device takes for the op with the tokens it got; 0 for what is not paced."""
         return self._forward(op) * (BACKWARD if op.direction == "backward" else 1)
 
     def take(self) -> tuple[list[Seconds], dict[str, Seconds]]:
-        """Since the last call: by how much ops missed their time, and by op, how much the slower ones overran."""
+        """Returns by how much ops missed their time since the last call, and the overruns of the slower ones by op."""
         taken = self._errors_s, self._overruns_s
         self._errors_s, self._overruns_s = [], {}
         return taken

@@ -21,7 +21,7 @@ from capricorn.process import die_with_parent
 from capricorn.units import KIB, BytesPerSecond, Seconds
 
 TIMEOUT_S: Seconds = 10.0
-"""Of each wait for another node."""
+"""The timeout of each wait for another node."""
 SETTLE_S: Seconds = 0.2
 """Left out at the start of a transfer: what the burst lets through, and the sender finding its speed."""
 WINDOW_S: Seconds = 0.5
@@ -31,8 +31,8 @@ NUM_PINGS, PING_BYTES = 200, 64
 BULK_BYTES: Final = 256 * KIB
 
 
-class Node:
-    """Two connections: to the next node, and from the one before, whose pings it sends back."""
+class RingProbe:
+    """Two connections of a node: to the next, and from the one before, whose pings it sends back."""
 
     def __init__(self, node: int, num_nodes: int, address: str, links: Path | None) -> None:
         self._listener = socket.create_server((address, 0))
@@ -42,7 +42,7 @@ class Node:
         self._thread = ThreadPoolExecutor(1)
 
     def listen(self) -> int:
-        """The port for the node before."""
+        """Returns the port for the node before."""
         port: int = self._listener.getsockname()[1]
         return port
 
@@ -54,7 +54,7 @@ class Node:
         return 0
 
     def round_trip(self) -> Seconds:
-        """The median of the pings."""
+        """Returns the median of the pings."""
         ping = memoryview(bytearray(PING_BYTES))
         seconds = []
         for _ in range(NUM_PINGS):
@@ -65,7 +65,7 @@ class Node:
         return sorted(seconds)[NUM_PINGS // 2]
 
     def bulk(self) -> BytesPerSecond:
-        """Sends for a while; the rate at which the node before arrived here."""
+        """Sends for a while; returns the rate at which the bytes of the node before arrived."""
         end_s = time.monotonic() + SEND_S
         payload = memoryview(bytes(BULK_BYTES))
         # The receiver need not take the rest: a full buffer ends sending, too.
@@ -85,7 +85,7 @@ class Node:
 
 
 def _pieces(links: Path | None, source: int, target: int) -> Callable[[memoryview], Iterable[memoryview]]:
-    """What yields the parts of a payload, each when it may be sent."""
+    """Returns a function that yields the parts of a payload, each when it may be sent."""
     if links is not None:
         # Costs the import of what only these links need.
         from capricorn.emulation.route import Links
@@ -122,7 +122,7 @@ def _receive(connection: socket.socket, view: memoryview) -> None:
 
 
 def _arrival_rate(connection: socket.socket) -> BytesPerSecond:
-    """Bytes a second by the receiver's clock, between the first arrivals after `SETTLE_S` and after the window.
+    """Returns bytes a second by the receiver's clock, between the first arrivals after `SETTLE_S` and after the window.
 
     Raises:
         TimeoutError: hardly anything arrived.
@@ -145,7 +145,7 @@ def _arrival_rate(connection: socket.socket) -> BytesPerSecond:
 
 
 def main() -> None:
-    """Answers each question on standard input, a method of `Node` and its arguments, with one line of JSON."""
+    """Answers each question on standard input, a method of `RingProbe` and its arguments, with one line of JSON."""
     die_with_parent()
     parser = argparse.ArgumentParser()
     parser.add_argument("node", type=int)
@@ -153,10 +153,10 @@ def main() -> None:
     parser.add_argument("address")
     parser.add_argument("--links", type=Path)
     arguments = parser.parse_args()
-    node = Node(arguments.node, arguments.num_nodes, arguments.address, arguments.links)
+    probe = RingProbe(arguments.node, arguments.num_nodes, arguments.address, arguments.links)
     for line in sys.stdin:
         question, *rest = line.split()
-        print(json.dumps(getattr(node, question)(*rest)), flush=True)
+        print(json.dumps(getattr(probe, question)(*rest)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Changes the links of the place it is run in, by a script for tc: within the node, or from outside through its entry.
+"""Changes the links of the node it is run in, by a script for tc: from within, or from outside through its entry.
 
-Knows no failure; what a script says is the affair of `shaping`.
+Must know no failure; what a script says is the affair of `shaping`.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ import subprocess
 import sys
 
 from capricorn.emulation.builder import run_batch
-from capricorn.emulation.fabric import Entry, FabricError
+from capricorn.emulation.fabric import FabricError, NamespaceEntry
 from capricorn.units import Seconds
 
 TIMEOUT_S: Seconds = 20.0
 
 
-def reshape(entry: Entry, script: str) -> None:
+def reshape(entry: NamespaceEntry, script: str) -> None:
     """Runs the script at that place.
 
     Raises:

@@ -24,7 +24,7 @@ class Route:
     def __init__(
         self, links: Sequence[Link], *, quantum_bytes: Bytes = QUANTUM_BYTES, has_low_class: bool = True
     ) -> None:
-        """All users of a link must take the same quantum, or their shares of it will differ.
+        """Makes a route over these links, whose users must all take the same quantum, or their shares will differ.
 
         Without a low class what asks for it is treated as all else.
         """
@@ -40,7 +40,7 @@ class Route:
         deque(self._passed(num_bytes, low), maxlen=0)
 
     def pieces(self, view: memoryview, *, low: bool = False) -> Iterator[memoryview]:
-        """The parts of a payload of bytes in order, each when it may be handed to the real socket.
+        """Yields the parts of a payload of bytes in order, each when it may be handed to the real socket.
 
         Raises:
             TransportError: a link was closed meanwhile.
@@ -48,7 +48,7 @@ class Route:
         return (view[part] for part in self._passed(len(view), low))
 
     def _passed(self, num_bytes: Bytes, low: bool) -> Iterator[slice]:
-        """The ranges of that many bytes, each when it has left."""
+        """Yields the ranges of that many bytes, each when it has left."""
         low = low and self._has_low_class
         # Being one quantum ahead keeps our place while we wake up. The low class cannot be: to book its next quantum
         # it waits for an idle link, and would hold back the one that has left.
@@ -63,7 +63,7 @@ class Route:
             yield self._when_left(part, finish)
 
     def _reserve(self, num_bytes: Bytes, low: bool) -> Seconds:
-        """When all links will have served these bytes."""
+        """Returns when all links will have served these bytes."""
         return max(link.reserve(num_bytes, low=low) for link in self._links)
 
     def _when_left(self, part: slice, finish: Seconds) -> slice:
@@ -98,14 +98,14 @@ class Links:
         self._has_low_class = has_low_class
 
     def route(self, source: int, target: int) -> Route | None:
-        """The way between two nodes; None within one, where no link is in the way."""
+        """Returns the route between two nodes; None within one, where no link is in the way."""
         if source == target:
             return None
         links = [self._links[f"out{source}"], self._links[f"in{target}"]]
         return Route(links, has_low_class=self._has_low_class)
 
     def routes(self, source: int, targets: Sequence[int]) -> dict[int, Route]:
-        """By position in `targets`, which are nodes: the way there; none to the source itself."""
+        """Returns the routes to the nodes `targets`, by position; none to the source itself."""
         found = ((position, self.route(source, target)) for position, target in enumerate(targets))
         return {position: route for position, route in found if route is not None}
 

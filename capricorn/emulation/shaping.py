@@ -27,22 +27,22 @@ _LOW_FRAC: Final = 0.01
 
 
 def node_address(node: int) -> str:
-    """A node's address at the switch; torchrun sorts nodes by it as text, so all have three digits at the end."""
+    """Returns a node's address; torchrun sorts nodes by it as text, so all have three digits at the end."""
     return f"10.77.0.{100 + node}"
 
 
 def port(node: int) -> str:
-    """The switch's end of a node's link."""
+    """Returns the name of the switch's end of a node's link."""
     return f"p{node}"
 
 
 def burst(bytes_per_s: BytesPerSecond) -> Bytes:
-    """What one end of an idle link lets through at once."""
+    """Returns how many bytes one end of an idle link lets through at once."""
     return max(_MIN_BURST_BYTES, round(_BURST_S * bytes_per_s))
 
 
 def switch_links(node_fds: Sequence[int]) -> str:
-    """For ip, within the switch: the bridge, and a link into each node, whose namespace has that descriptor."""
+    """Returns the script for ip within the switch: the bridge, and a link into each node's namespace, by descriptor."""
     lines = [
         "link set lo up",
         f"link add {BRIDGE} mtu {_MTU} type bridge stp_state 0 mcast_snooping 0",
@@ -59,7 +59,7 @@ def switch_links(node_fds: Sequence[int]) -> str:
 
 
 def node_links(node: int) -> str:
-    """For ip, within a node: its address and its end of the link, which the switch has made."""
+    """Returns the script for ip within a node: its address, and its end of the link that the switch has made."""
     window = f"initcwnd {_WINDOW_PACKETS} initrwnd {_WINDOW_PACKETS}"
     return _script(
         [
@@ -72,7 +72,7 @@ def node_links(node: int) -> str:
 
 
 def shaping(device: str, bytes_per_s: BytesPerSecond, *, qos: bool) -> str:
-    """For tc: what leaves by `device` leaves at this rate, in order; with `qos` what is marked DSCP CS1 goes last.
+    """Returns the script for tc by which all leaves `device` at this rate, in order; with `qos` DSCP CS1 goes last.
 
     Bare acknowledgements of TCP go first: on a fast link they wait microseconds behind data, and here milliseconds,
     which would hold back every sender with a small buffer.
@@ -90,17 +90,17 @@ def shaping(device: str, bytes_per_s: BytesPerSecond, *, qos: bool) -> str:
 
 
 def slowing(device: str, bytes_per_s: BytesPerSecond, *, qos: bool) -> str:
-    """For tc: a device that is shaped has this rate from now on; what waits in its queues stays there."""
+    """Returns the script for tc that gives a shaped device this rate; what waits in its queues stays there."""
     return _script([f"class change dev {device} {each}" for each in _classes(bytes_per_s, qos=qos)])
 
 
 def cutting(device: str) -> str:
-    """For tc: nothing leaves by a device any more."""
+    """Returns the script for tc after which nothing leaves by a device."""
     return _script([f"qdisc replace dev {device} root handle 2: bfifo limit 1"])
 
 
 def mending(device: str, bytes_per_s: BytesPerSecond, *, qos: bool) -> str:
-    """For tc: a device that was cut, or slow, is shaped as at first."""
+    """Returns the script for tc that shapes a device that was cut, or slow, as at first."""
     return _script([f"qdisc del dev {device} root"]) + shaping(device, bytes_per_s, qos=qos)
 
 
@@ -109,7 +109,7 @@ def _leaves(*, qos: bool) -> list[int]:
 
 
 def _classes(bytes_per_s: BytesPerSecond, *, qos: bool) -> list[str]:
-    """The link, and below it acknowledgements, all else, and what is marked."""
+    """Returns the class of the link, and below it those of acknowledgements, all else, and what is marked."""
     rate = round(8 * bytes_per_s)
     low, acks = (round(_LOW_FRAC * rate) if qos else 0), round(_LOW_FRAC * rate)
     bucket = f"burst {burst(bytes_per_s)} cburst {burst(bytes_per_s)} quantum 65536"

@@ -56,7 +56,7 @@ class Storage:
 
     @property
     def charged_bytes(self) -> Bytes:
-        """What all ranks of this node were charged for so far."""
+        """Returns the bytes that all ranks of this node were charged for so far."""
         return self._node.high_bytes
 
     def charge(self, num_bytes: Bytes) -> None:

@@ -1,6 +1,6 @@
-"""Where the nodes of a run live: on this machine's loopback, or in network namespaces with shaped links.
+"""The testbed of a run: which network its nodes live in, this machine's loopback or namespaces with shaped links.
 
-Decides which of them this machine can give; what is run on the nodes is not its concern.
+Decides which of them this machine can give. Must not know what is run on the nodes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import socket
 from typing import Protocol
 
 from capricorn.config.cluster import ClusterConfig
-from capricorn.emulation.fabric import Entry, Fabric, FabricError, Shape
+from capricorn.emulation.fabric import Fabric, FabricError, NamespaceEntry, Shape
 from capricorn.errors import ConfigError
 
 NAMESPACES, USER_NAMESPACES, PACED = "namespaces", "user-namespaces", "paced"
@@ -17,39 +17,39 @@ WAYS = (NAMESPACES, USER_NAMESPACES, PACED)
 """The ways to make links, the most faithful first."""
 
 
-class Ground(Protocol):
-    """Nodes with an address each, and a place outside of all of them."""
+class NetworkBackend(Protocol):
+    """A network of nodes with an address each, and a place outside of all of them."""
 
     @property
     def interface(self) -> str:
-        """What the nodes' own network interface is called."""
+        """The name of each node's network interface."""
         ...
 
     @property
     def listener(self) -> socket.socket:
-        """Listens outside of all nodes, where they meet."""
+        """A listening socket outside of all nodes, for their rendezvous."""
         ...
 
     def address(self, node: int) -> str: ...
 
-    def enter_node(self, node: int) -> Entry:
-        """How a process of the node is started."""
+    def enter_node(self, node: int) -> NamespaceEntry:
+        """Returns how a process of the node is started."""
         ...
 
-    def enter_switch(self) -> Entry:
-        """How a process outside of all nodes is started."""
+    def enter_switch(self) -> NamespaceEntry:
+        """Returns how a process outside of all nodes is started."""
         ...
 
     def close(self) -> None: ...
 
 
 def loopback_address(node: int) -> str:
-    """A node's own address; torchrun sorts nodes by it as text, so all have three digits at the end."""
+    """Returns a node's own address; torchrun sorts nodes by it as text, so all have three digits at the end."""
     return f"127.0.0.{100 + node}"
 
 
 class Loopback:
-    """All nodes share this machine's loopback; links, if there are any, are paced in user space."""
+    """The loopback of this machine, which all nodes share; links, if there are any, are paced in user space."""
 
     interface = "lo"
 
@@ -60,10 +60,10 @@ class Loopback:
     def address(self, node: int) -> str:
         return loopback_address(node)
 
-    def enter_node(self, node: int) -> Entry:
-        return Entry()
+    def enter_node(self, node: int) -> NamespaceEntry:
+        return NamespaceEntry()
 
-    def enter_switch(self) -> Entry:
+    def enter_switch(self) -> NamespaceEntry:
         return self.enter_node(0)
 
     def close(self) -> None:
@@ -71,8 +71,8 @@ class Loopback:
         self.listener.close()
 
 
-def lay_ground(cluster: ClusterConfig) -> tuple[Ground, str]:
-    """The nodes of a cluster, and the way their links are made; of several ways the first that works here.
+def create_network(cluster: ClusterConfig) -> tuple[NetworkBackend, str]:
+    """Creates the network of a cluster; returns it and how its links are made: the first way that works here.
 
     Raises:
         ConfigError: the way that was asked for does not work here.

@@ -37,13 +37,13 @@ class CpuMeter:
         self._looked_at_s, self._processes, self._machine_s = now, processes, machine_s
 
     def sample(self) -> CpuSample:
-        """What was seen so far."""
+        """Returns what was seen so far."""
         others_s = max(0.0, self._busy_s - self._ours_s)
         return CpuSample(duration_s=self._duration_s, ours_s=self._ours_s, others_s=others_s)
 
 
 def _processes() -> dict[int, Seconds]:
-    """CPU time of this process and its descendants, by pid."""
+    """Returns the CPU time of this process and its descendants, by pid."""
     used = {}
     me = psutil.Process()
     for process in [me, *me.children(recursive=True)]:
@@ -56,7 +56,7 @@ def _processes() -> dict[int, Seconds]:
 
 
 def _busy() -> Seconds:
-    """CPU time that the cores we may use have spent on anything."""
+    """Returns the CPU time that the cores we may use have spent on anything."""
     cores = psutil.cpu_times(percpu=True)
     return float(sum(map(_used, (core for number, core in enumerate(cores) if number in os.sched_getaffinity(0)))))
 

@@ -14,7 +14,7 @@ import psutil
 from capricorn.config.scenario import Scenario
 from capricorn.emulation.measure import measure_links
 from capricorn.emulation.route import Links
-from capricorn.emulation.testbed import PACED, Ground, lay_ground
+from capricorn.emulation.testbed import PACED, NetworkBackend, create_network
 from capricorn.errors import CapricornError
 from capricorn.launch.preflight import Check
 from capricorn.records.samples import LinkSample
@@ -30,7 +30,7 @@ IDLE_S: Seconds = 1.0
 
 
 def rehearse(scenario: Scenario) -> list[Check]:
-    """What the links carry, how punctually sleepers wake, and how much CPU others take."""
+    """Checks what the links carry, how punctually sleepers wake, and how much CPU others take."""
     psutil.cpu_percent()
     time.sleep(IDLE_S)
     others = psutil.cpu_percent() / 100
@@ -39,20 +39,20 @@ def rehearse(scenario: Scenario) -> list[Check]:
 
 def _check_links(scenario: Scenario) -> list[Check]:
     try:
-        ground, way = lay_ground(scenario.cluster)
+        network, way = create_network(scenario.cluster)
         try:
-            samples = _measure(scenario, ground, way)
+            samples = _measure(scenario, network, way)
         finally:
-            ground.close()
+            network.close()
     except (CapricornError, OSError) as error:
         return [Check("links", False, str(error), format_rate(scenario.cluster.rate), "see docs/emulation.md")]
     return [_check_rate(samples, scenario, way), _check_round_trip(samples)]
 
 
-def _measure(scenario: Scenario, ground: Ground, way: str) -> list[LinkSample]:
+def _measure(scenario: Scenario, network: NetworkBackend, way: str) -> list[LinkSample]:
     cluster = scenario.cluster
-    entries = [ground.enter_node(node) for node in range(cluster.nodes)]
-    addresses = [ground.address(node) for node in range(cluster.nodes)]
+    entries = [network.enter_node(node) for node in range(cluster.nodes)]
+    addresses = [network.address(node) for node in range(cluster.nodes)]
     if way != PACED:
         return measure_links(entries, addresses)
     with tempfile.TemporaryDirectory(prefix="doctor-of-capricorn-", dir=scenario.store.root) as folder:
@@ -61,7 +61,7 @@ def _measure(scenario: Scenario, ground: Ground, way: str) -> list[LinkSample]:
 
 
 def _lateness(num_ranks: int) -> list[Seconds]:
-    """By how much sleeping threads, one for each rank, wake up late."""
+    """Returns by how much sleeping threads, one for each rank, wake up late."""
 
     def sleep(_: int) -> Iterator[Seconds]:
         for _ in range(NUM_SLEEPS):

@@ -1,34 +1,104 @@
-"""The launcher's side of a warm process: starts it, and has it fork nodes, in namespaces of theirs.
+"""The launcher's side of the fork server: starts it and has it fork processes; and a fake of it.
 
-Knows no torch; what is forked says what happens to it over a link of its own.
+Knows no torch. What is forked says what happens to it over a link of its own, see `launch_messages`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Final, Protocol, Self, TypeVar
 
-from capricorn.emulation.fabric import Entry
+from capricorn.config.fields import FrozenModel
+from capricorn.emulation.fabric import NamespaceEntry
 from capricorn.errors import CapricornError
+from capricorn.launch.launch_messages import (
+    Forked,
+    ForkRequest,
+    ForkServerReady,
+    NodeAlive,
+    RunNodeAgent,
+    ServeRendezvous,
+    StartAttempt,
+    receive,
+    to_bytes,
+)
 from capricorn.units import Seconds
 
 READY_TIMEOUT_S: Final[Seconds] = 120.0
 STOP_TIMEOUT_S: Final[Seconds] = 10.0
 
+Answer = TypeVar("Answer", bound=FrozenModel)
 
-class Standby:
+
+class ForkedProcess(Protocol):
+    """A process that is no child of this one."""
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends the signal, if the process is still there."""
+        ...
+
+    def end(self, timeout_s: Seconds) -> None:
+        """Returns when it has ended, by force if it takes longer."""
+        ...
+
+
+class Forker(Protocol):
+    """Forks processes on request."""
+
+    def fork(
+        self, role: RunNodeAgent | ServeRendezvous, *, fds: Sequence[int], entry: NamespaceEntry, log: Path
+    ) -> ForkedProcess:
+        """Has a process forked.
+
+        Args:
+            role: what it becomes.
+            fds: the descriptors of its role, of which it gets copies.
+            entry: the namespaces it enters.
+            log: the file it prints to.
+
+        Raises:
+            CapricornError: there is nobody who could fork it.
+        """
+        ...
+
+
+class PidfdProcess:
+    """A process held by its pidfd, so that its number cannot come to mean another one."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._pidfd: int | None = None
+        with contextlib.suppress(ProcessLookupError):  # it has ended already
+            self._pidfd = os.pidfd_open(pid)
+
+    def signal(self, number: signal.Signals) -> None:
+        if self._pidfd is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, number)
+
+    def end(self, timeout_s: Seconds) -> None:
+        if self._pidfd is None:
+            return
+        if not select.select([self._pidfd], [], [], timeout_s)[0]:
+            self.signal(signal.SIGKILL)
+            select.select([self._pidfd], [], [])
+        os.close(self._pidfd)
+        self._pidfd = None
+
+
+class ForkServer:
     """A process that waits with everything imported. May serve many runs, one after the other."""
 
     def __init__(self) -> None:
-        """Starts it; it is waited for by the first fork."""
+        """Starts it; the first fork waits until it is ready."""
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel.settimeout(READY_TIMEOUT_S)
         self._is_ready = False
@@ -51,38 +121,19 @@ class Standby:
         self.close()
 
     def fork(
-        self, role: str, *arguments: Any, fds: Sequence[int] = (), entry: Entry, log: Path, system: str = ""
-    ) -> int:
-        """Has a process of that role forked where the entry leads; yields its pid.
-
-        Args:
-            role: `node` or `store`, see `harness.standby`.
-            arguments: of the role, after its descriptors, as JSON can say them.
-            fds: descriptors that it is given copies of.
-            entry: the namespaces it enters.
-            log: where it writes.
-            system: a checkpointing system to import before.
-
-        Raises:
-            CapricornError: the warm process could not start or has ended.
-        """
-        request = {
-            "role": role,
-            "arguments": arguments,
-            "namespaces": len(entry.pass_fds),
-            "log": str(log),
-            "system": system,
-        }
+        self, role: RunNodeAgent | ServeRendezvous, *, fds: Sequence[int], entry: NamespaceEntry, log: Path
+    ) -> PidfdProcess:
+        """Has a process forked; see `Forker`."""
+        request = ForkRequest(become=role, num_namespaces=len(entry.pass_fds), log=log)
         try:
             if not self._is_ready:
-                self._is_ready = bool(self._channel.recv(64))
-            socket.send_fds(self._channel, [json.dumps(request).encode()], [*entry.pass_fds, *fds])
-            answer = self._channel.recv(64)
+                self._expect(ForkServerReady)
+                self._is_ready = True
+            socket.send_fds(self._channel, [to_bytes(request)], [*entry.pass_fds, *fds])
+            return PidfdProcess(self._expect(Forked).pid)
         except OSError:
-            answer = b""
-        if not answer:
-            raise CapricornError(f"the process that forks the workers has ended: {self._last_words()}")
-        return int(answer)
+            reason = self._last_words()
+            raise CapricornError(f"the process that forks the workers has ended: {reason}") from None
 
     def close(self) -> None:
         """Ends it, and with it all that it has forked."""
@@ -95,6 +146,11 @@ class Standby:
         if self._process.stderr is not None:
             self._process.stderr.close()
 
+    def _expect(self, kind: type[Answer]) -> Answer:
+        if not (message := receive(self._channel)):
+            raise ConnectionError
+        return kind.model_validate_json(message)
+
     def _last_words(self) -> str:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._process.pid, signal.SIGKILL)  # one that is stopped takes no other
@@ -102,3 +158,95 @@ class Standby:
         assert self._process.stderr is not None
         lines = self._process.stderr.read().decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else f"exit code {self._process.returncode}"
+
+
+# --- fakes, by which restarts are tried out without processes and without time
+
+
+class FakeProcess:
+    """Ends when it is told to, and remembers by which signals."""
+
+    def __init__(self, on_end: Callable[[], None]) -> None:
+        self._on_end = on_end
+        self.signals: list[signal.Signals] = []
+        self.has_ended = False
+
+    def signal(self, number: signal.Signals) -> None:
+        self.signals.append(number)
+
+    def end(self, timeout_s: Seconds) -> None:
+        self.has_ended = True
+        self._on_end()
+
+
+class FakeNodeAgent:
+    """A node agent that is played over the real link."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self._link = link
+        self._link.setblocking(False)
+        self.process = FakeProcess(self.die)
+        self.is_beating = True
+
+    def say(self, report: FrozenModel) -> None:
+        self._link.send(to_bytes(report))
+
+    def die(self) -> None:
+        """Closes the link, as the end of a process does."""
+        self.is_beating = False
+        self._link.close()
+
+    def attempts(self) -> list[int]:
+        """Returns the attempts it was told to start since the last call."""
+        started = []
+        with contextlib.suppress(BlockingIOError):
+            while message := receive(self._link):
+                started.append(StartAttempt.model_validate_json(message).attempt)
+        return started
+
+
+class FakeForkServer:
+    """Forks nothing: it plays the node agents, and the time, which passes only while somebody waits for them."""
+
+    def __init__(self) -> None:
+        self.now_s: Seconds = 1000.0
+        self.agents: dict[int, FakeNodeAgent] = {}
+        """The newest agent of each node."""
+        self.processes: list[FakeProcess] = []
+        """All that were forked, in order."""
+        self._acts: list[tuple[Seconds, Callable[[], object]]] = []
+
+    def fork(
+        self, role: RunNodeAgent | ServeRendezvous, *, fds: Sequence[int], entry: NamespaceEntry, log: Path
+    ) -> FakeProcess:
+        if isinstance(role, RunNodeAgent):
+            agent = self.agents[role.node] = FakeNodeAgent(socket.socket(fileno=os.dup(fds[0])))
+            process = agent.process
+        else:
+            process = FakeProcess(lambda: None)
+        self.processes.append(process)
+        return process
+
+    def clock(self) -> Seconds:
+        return self.now_s
+
+    def after(self, delay_s: Seconds, act: Callable[[], object]) -> None:
+        """Has something done when that time has passed."""
+        self._acts.append((self.now_s + delay_s, act))
+        self._acts.sort(key=lambda each: each[0])
+
+    def wait_readable(self, sockets: Sequence[socket.socket], timeout_s: Seconds) -> list[socket.socket]:
+        """Returns the sockets that have something to read; without one, lets time pass up to the timeout.
+
+        Nodes that are alive have given a heartbeat by then.
+        """
+        end_s = self.now_s + timeout_s
+        while not (ready := select.select(sockets, [], [], 0)[0]) and self._acts and self._acts[0][0] <= end_s:
+            self.now_s, act = self._acts.pop(0)
+            act()
+        if not ready:
+            self.now_s = end_s
+            for agent in self.agents.values():
+                if agent.is_beating:
+                    agent.say(NodeAlive())
+        return ready

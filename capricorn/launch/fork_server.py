@@ -1,26 +1,30 @@
-"""A warm process: torch and the harness are imported and nothing runs yet. What it forks is at work in milliseconds.
+"""The fork server (a zygote): has torch and the runtime imported and runs nothing, so what it forks works at once.
 
-Started once for a run, or for many, by `harness.warm`; what it forks is told by `harness.node` and below.
+Started once for a run, or for many, by `fork_client.ForkServer`; `launch_messages` says what it is asked and answers.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import os
 import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from capricorn.emulation.namespaces import enter
+from capricorn.launch.launch_messages import (
+    MAX_MESSAGE_BYTES,
+    Forked,
+    ForkRequest,
+    ForkServerReady,
+    RunNodeAgent,
+    to_bytes,
+)
 from capricorn.process import die_with_parent
 
-READY: Final = b"ready"
-MESSAGE_BYTES: Final = 1 << 16
 MAX_FDS: Final = 64
 
 
@@ -30,24 +34,24 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # whom it concerns sees its child's socket close
     channel = socket.socket(fileno=int(sys.argv[1]))
     _import_all()
-    channel.send(READY)
+    channel.send(to_bytes(ForkServerReady()))
     while True:
-        message, fds, _, _ = socket.recv_fds(channel, MESSAGE_BYTES, MAX_FDS)
+        message, fds, _, _ = socket.recv_fds(channel, MAX_MESSAGE_BYTES, MAX_FDS)
         if not message:
             return
-        request = json.loads(message)
-        _load(request["system"])
+        request = ForkRequest.model_validate_json(message)
+        _import_system(request)
         pid = os.fork()
         if pid == 0:
             channel.close()
             _become(request, fds)
         for fd in fds:
             os.close(fd)
-        channel.send(str(pid).encode())
+        channel.send(to_bytes(Forked(pid=pid)))
 
 
 def _import_all() -> None:
-    """What takes long and starts no thread: torch's optimizers import its compiler when the first of them is made."""
+    """Imports what takes long and starts no thread; torch's optimizers import its compiler when one is first made."""
     import torch._dynamo
     import torch.distributed.checkpoint
     import torch.distributed.checkpoint.state_dict_saver
@@ -60,31 +64,33 @@ def _import_all() -> None:
     gc.freeze()  # a collection in a child would copy every page it shares with us
 
 
-def _load(system: str) -> None:
+def _import_system(request: ForkRequest) -> None:
     from capricorn.systems.registry import load_system
 
-    if system:
-        load_system(system)
+    if isinstance(request.become, RunNodeAgent):
+        load_system(request.become.system)
 
 
-def _become(request: dict[str, Any], fds: list[int]) -> None:
+def _become(request: ForkRequest, fds: list[int]) -> None:
     """Turns a forked process into what was asked for, and ends it with that."""
-    from capricorn.launch.node_agent import run_node
+    from capricorn.launch.node_agent import run_node_agent
     from capricorn.launch.rendezvous import serve
 
-    roles: dict[str, Callable[..., None]] = {"node": run_node, "store": serve}
     code = 1
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()  # a Ctrl-C at the terminal is for the launcher, which ends the others in order
-        _write_to(Path(request["log"]))
-        num_namespaces = request["namespaces"]
-        for fd in fds[:num_namespaces]:
+        _print_to(request.log)
+        for fd in fds[: request.num_namespaces]:
             enter(fd)
             os.close(fd)
         # Not before: entering a user namespace undoes it.
         die_with_parent()
-        roles[request["role"]](*fds[num_namespaces:], *request["arguments"])
+        (fd,) = fds[request.num_namespaces :]
+        if isinstance(request.become, RunNodeAgent):
+            run_node_agent(request.become, fd)
+        else:
+            serve(fd)
         code = 0
     except BaseException as error:  # noqa: BLE001 - the process ends here, and says in its log why
         traceback.print_exception(error)
@@ -94,7 +100,7 @@ def _become(request: dict[str, Any], fds: list[int]) -> None:
         os._exit(code)
 
 
-def _write_to(log: Path) -> None:
+def _print_to(log: Path) -> None:
     fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.dup2(fd, 1)
     os.dup2(fd, 2)

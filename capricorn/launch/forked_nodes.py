@@ -1,237 +1,246 @@
-"""The nodes of a run as processes forked from a warm one: what fails is started again at once, what is lost replaced.
+"""The nodes of a run as forked processes: what fails is started again at once, what is lost is replaced.
 
-Decides when an attempt is over and which nodes take part in the next. Knows no torch.
+Decides, by what the node agents report, when an attempt is over and which nodes take part in the next:
+
+| what is heard                                         | node is given up | the attempt is over |
+|-------------------------------------------------------|------------------|---------------------|
+| a rank ended with 0                                   | no               | no; the run is done once all ranks have |
+| a rank failed or was killed                           | no               | yes                 |
+| a rank cannot reach the rendezvous store              | yes              | yes                 |
+| a link was closed                                     | yes              | yes                 |
+| nothing from a node for twice `launch.frozen_s`       | yes              | yes                 |
+| no iteration from any rank for too long               | no               | yes                 |
+| a rank is frozen, or anything of an attempt before    | no               | no; its node kills it and reports its end |
+
+A node that is given up is killed, its store is made anew, and another agent is forked. Then all nodes are told to start
+the next attempt, as often as the restart budget allows. Knows no torch.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import select
 import signal
 import socket
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, NamedTuple, Protocol
 
-from capricorn.emulation.testbed import Ground
-from capricorn.launch.fork_client import Standby
-from capricorn.launch.nodes import UNREACHABLE, GaveUpError
+from capricorn.emulation.testbed import NetworkBackend
+from capricorn.launch.fork_client import STOP_TIMEOUT_S, ForkedProcess, Forker
+from capricorn.launch.launch_messages import (
+    NodeAlive,
+    RankFrozen,
+    RunNodeAgent,
+    ServeRendezvous,
+    StartAttempt,
+    node_report,
+    receive,
+    to_bytes,
+)
+from capricorn.launch.nodes import UNREACHABLE
+from capricorn.launch.restart_policy import ProgressWatchdog, RestartBudget, SilenceWatchdog
 from capricorn.records.job_file import Job
 from capricorn.records.samples import EVENTS, EventSample, append
 from capricorn.runtime.store.node_store import NodeStore
 from capricorn.units import Seconds
 
-STOP_TIMEOUT_S: Final[Seconds] = 10.0
-START_PATIENCE_S: Final[Seconds] = 300.0
-"""How long the first iteration of a run may take to come."""
-PAUSE_S: Final[Seconds] = 2.0
-"""Between two waits of the launcher, beyond their own time: it was stopped."""
-GATHER_S: Final[Seconds] = 0.03
+GATHER_S: Final = 0.03
 """After a node was lost, how long to look whether others are, too."""
-_MESSAGE_BYTES: Final = 1024
 
 
-@dataclass(slots=True)
-class _Process:
-    """A process that the warm one has forked."""
+class Waiting(Protocol):
+    """Waits until one of the sockets has something to read, or for that time; returns those that have."""
 
-    pid: int
-    pidfd: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.pidfd = os.pidfd_open(self.pid)
-
-    def signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self.pidfd, number)
-
-    def end(self, timeout_s: Seconds) -> None:
-        """Returns when it has ended, by force if it takes longer."""
-        if not select.select([self.pidfd], [], [], timeout_s)[0]:
-            self.signal(signal.SIGKILL)
-            select.select([self.pidfd], [], [])
-        os.close(self.pidfd)
+    def __call__(self, sockets: Sequence[socket.socket], timeout_s: Seconds) -> list[socket.socket]: ...
 
 
-@dataclass(slots=True)
-class _Link:
+class _Node(NamedTuple):
     """A node as the launcher sees it."""
 
-    socket: socket.socket
-    process: _Process
-    heard_s: Seconds
+    link: socket.socket
+    process: ForkedProcess
 
 
-class WarmNodes:
+def wait_readable(sockets: Sequence[socket.socket], timeout_s: Seconds) -> list[socket.socket]:
+    """Returns the sockets that have something to read, as soon as there are any."""
+    return select.select(sockets, [], [], timeout_s)[0]
+
+
+class ForkedNodes:
     """All nodes on this machine; implements `Nodes`."""
 
     def __init__(
-        self, job: Job, ground: Ground, log_dir: Path, standby: Standby, on_replace: Callable[[int], None]
+        self,
+        job: Job,
+        network: NetworkBackend,
+        log_dir: Path,
+        on_replace: Callable[[int], None],
+        *,
+        forker: Forker,
+        clock: Callable[[], Seconds] = time.monotonic,
+        wait: Waiting = wait_readable,
     ) -> None:
-        """`on_replace` is told of each node that is replaced, before its successor starts."""
-        self._job, self._ground, self._log_dir, self._standby = job, ground, log_dir, standby
-        self._on_replace = on_replace
+        """Starts nothing yet.
+
+        Args:
+            job: what is run.
+            network: the backend that the nodes are in.
+            log_dir: where each process writes what it prints.
+            on_replace: is told of each node that is replaced, before its successor starts.
+            forker: the fork server.
+            clock: tells the time.
+            wait: waits for what the nodes say.
+        """
+        self._job, self._network, self._log_dir, self._on_replace = job, network, log_dir, on_replace
+        self._forker, self._clock, self._wait = forker, clock, wait
         scenario = job.scenario
-        self._topology, self._launch = scenario.topology, scenario.launch
-        self._restarts_left = self._launch.max_restarts + 2 * len(scenario.faults)
+        self._topology = scenario.topology
+        self._budget = RestartBudget(scenario.launch.max_restarts + 2 * len(scenario.faults))
         waits_s = (scenario.system.timeout_s, scenario.persist.timeout_s if scenario.persist.every else 0.0)
-        self._least_patience_s = 1.5 * max(waits_s)
-        self._links: dict[int, _Link] = {}
+        self._progress = ProgressWatchdog(least_patience_s=1.5 * max(waits_s))
+        self._silence = SilenceWatchdog(patience_s=2 * scenario.launch.frozen_s)
+        self._nodes: dict[int, _Node] = {}
+        self._rendezvous: ForkedProcess | None = None
         self._attempt = -1
-        self._store: _Process | None = None
-        self._waited_s: Seconds | None = None
         self._done: set[int] = set()
-        self._progress_s: Seconds = 0.0
-        """When the newest iteration was heard of, or else the attempt began."""
-        self._longest_s: Seconds = 0.0
+        """The ranks that have trained to the end."""
 
     def start(self) -> None:
         self._job_file = self._job.write()
-        with self._ground.listener as listener:
-            self._endpoint = listener.getsockname()
-            log, entry = self._log_dir / "rendezvous.log", self._ground.enter_switch()
-            self._store = _Process(self._standby.fork("store", fds=[listener.fileno()], entry=entry, log=log))
+        with self._network.listener as listener:
+            host, port = listener.getsockname()
+            self._endpoint = (str(host), int(port))
+            self._rendezvous = self._forker.fork(
+                ServeRendezvous(),
+                fds=[listener.fileno()],
+                entry=self._network.enter_switch(),
+                log=self._log_dir / "rendezvous.log",
+            )
         for node in range(self._topology.num_nodes):
             self._start_node(node)
-        self._begin()
+        self._start_attempt()
 
     def wait(self, timeout_s: Seconds) -> None:
-        self._forgive_pause(timeout_s)
-        num_nodes = len(self._links)
-        failed = self._listen(timeout_s) + self._silent()
-        if len(self._links) < num_nodes:
+        self._progress.wait_begins(self._clock(), timeout_s)
+        num_nodes = len(self._nodes)
+        failed = self._listen(timeout_s) + self._give_up_silent()
+        if len(self._nodes) < num_nodes:
             failed += self._gather()
         if failed:
-            self._again(failed[0])
-        elif self._is_stuck():
-            self._note(-1, "no rank has made progress")
-            self._again(0)
+            self._restart(failed[0])
+        elif self._progress.is_stuck(self._clock()):
+            self._record_failure(-1, "no rank has made progress")
+            self._restart(0)
 
     @property
     def are_done(self) -> bool:
         return len(self._done) == self._topology.world_size
 
     def progressed(self) -> None:
-        now_s = time.monotonic()
-        self._longest_s = max(self._longest_s, now_s - self._progress_s)
-        self._progress_s = now_s
+        self._progress.progressed(self._clock())
 
     def stop(self) -> None:
-        for link in self._links.values():
-            link.socket.close()
-        end_s = time.monotonic() + STOP_TIMEOUT_S
-        for link in self._links.values():
-            link.process.end(max(0.1, end_s - time.monotonic()))
-        self._links.clear()
-        if self._store is not None:
-            self._store.signal(signal.SIGTERM)
-            self._store.end(STOP_TIMEOUT_S)
+        for node in self._nodes.values():
+            node.link.close()
+        end_s = self._clock() + STOP_TIMEOUT_S
+        for node in self._nodes.values():
+            node.process.end(max(0.1, end_s - self._clock()))
+        self._nodes.clear()
+        if self._rendezvous is not None:
+            self._rendezvous.signal(signal.SIGTERM)
+            self._rendezvous.end(STOP_TIMEOUT_S)
 
     def _start_node(self, node: int) -> None:
         NodeStore.create(self._job.node_dir(node), self._job.run_id, node, self._topology)
+        role = RunNodeAgent(
+            job_file=self._job_file,
+            node=node,
+            endpoint=self._endpoint,
+            interface=self._network.interface,
+            system=self._job.scenario.system.name,
+        )
+        entry, log = self._network.enter_node(node), self._log_dir / f"node{node}.log"
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            pid = self._standby.fork(
-                "node",
-                *(str(self._job_file), node, self._endpoint, self._ground.interface),
-                fds=[theirs.fileno()],
-                entry=self._ground.enter_node(node),
-                log=self._log_dir / f"node{node}.log",
-                system=self._job.scenario.system.name,
-            )
-        self._links[node] = _Link(ours, _Process(pid), time.monotonic())
+            process = self._forker.fork(role, fds=[theirs.fileno()], entry=entry, log=log)
+        self._nodes[node] = _Node(ours, process)
+        self._silence.heard(node, self._clock())
 
-    def _begin(self) -> None:
+    def _start_attempt(self) -> None:
         """Has all nodes start the next attempt."""
         self._attempt += 1
         self._done.clear()
-        self._progress_s = time.monotonic()
-        order = json.dumps({"attempt": self._attempt}).encode()
-        for link in self._links.values():
+        self._progress.attempt_began(self._clock())
+        order = to_bytes(StartAttempt(attempt=self._attempt))
+        for node in self._nodes.values():
             with contextlib.suppress(OSError):  # it has just been lost, which `wait` will hear of
-                link.socket.send(order)
+                node.link.send(order)
 
-    def _again(self, node: int) -> None:
-        if self._restarts_left == 0:
-            raise GaveUpError(node)
-        self._restarts_left -= 1
-        for lost in set(range(self._topology.num_nodes)) - self._links.keys():
+    def _restart(self, node: int) -> None:
+        """Replaces the nodes that were given up and starts the next attempt.
+
+        Raises:
+            GaveUpError: this one, by which that node failed, was the last; it names the node.
+        """
+        self._budget.spend(node)
+        for lost in sorted(set(range(self._topology.num_nodes)) - self._nodes.keys()):
             self._on_replace(lost)
             self._start_node(lost)
-        self._begin()
-
-    def _forgive_pause(self, timeout_s: Seconds) -> None:
-        """A launcher that was stopped itself, and went on, has not seen what was done meanwhile."""
-        now_s = time.monotonic()
-        paused_s = 0.0 if self._waited_s is None else now_s - self._waited_s - timeout_s
-        if paused_s > PAUSE_S:
-            self._progress_s += paused_s
-        self._waited_s = now_s
+        self._start_attempt()
 
     def _gather(self) -> list[int]:
-        """Nodes that fail together with one that was lost, so that they are replaced together."""
-        end_s, failed = time.monotonic() + GATHER_S, list[int]()
-        while (left_s := end_s - time.monotonic()) > 0:
+        """Returns nodes that fail together with one that was lost, so that they are replaced together."""
+        end_s, failed = self._clock() + GATHER_S, list[int]()
+        while (left_s := end_s - self._clock()) > 0:
             failed += self._listen(left_s)
         return failed
 
     def _listen(self, timeout_s: Seconds) -> list[int]:
-        """Nodes by which the attempt has failed, as they say within that time, or as soon as one says something."""
-        by_socket = {link.socket: node for node, link in self._links.items()}
-        ready, _, _ = select.select(list(by_socket), [], [], timeout_s)
-        return [node for sock in ready if self._hear(node := by_socket[sock])]
+        """Returns nodes by which the attempt has failed, as they say within that time, or as soon as one speaks."""
+        by_link = {node.link: number for number, node in self._nodes.items()}
+        ready = self._wait(list(by_link), timeout_s)
+        return [node for link in ready if self._hear(node := by_link[link])]
 
     def _hear(self, node: int) -> bool:
-        """Takes what a node says; whether the attempt has failed by it."""
-        link = self._links[node]
-        try:
-            message = link.socket.recv(_MESSAGE_BYTES)
-        except ConnectionError:
-            message = b""
+        """Takes what a node says; returns whether the attempt has failed by it."""
+        message = receive(self._nodes[node].link)
         if not message:
-            self._lose(node, "was lost")
+            self._give_up(node, "was lost")
             return True
-        link.heard_s = time.monotonic()
-        facts: dict[str, Any] = json.loads(message)
-        if facts.get("attempt") != self._attempt:
-            return False  # no more than a sign of life, or of an attempt that is over
-        if "frozen_s" in facts:
-            self._note(facts["rank"], f"frozen for {facts['frozen_s']:g} s")
-            return False  # it is killed, and told of once more when it has ended
-        if facts["code"] == 0:
-            self._done.add(facts["rank"])
+        self._silence.heard(node, self._clock())
+        report = node_report(message)
+        if isinstance(report, NodeAlive) or report.attempt != self._attempt:
             return False
-        if facts["code"] < 0:
-            self._note(facts["rank"], f"killed by signal {-facts['code']}")
-        if facts["code"] == UNREACHABLE:
-            self._lose(node, "cannot reach the others")
+        if isinstance(report, RankFrozen):
+            self._record_failure(report.rank, f"frozen for {report.silent_s:g} s")
+            return False
+        if report.exit_code == 0:
+            self._done.add(report.rank)
+            return False
+        if report.exit_code < 0:
+            self._record_failure(report.rank, f"killed by signal {-report.exit_code}")
+        if report.exit_code == UNREACHABLE:
+            self._give_up(node, "cannot reach the others")
         return True
 
-    def _silent(self) -> list[int]:
-        """Nodes that have given no sign of life for too long; they are given up."""
-        now_s = time.monotonic()
-        silent = [node for node, link in self._links.items() if now_s - link.heard_s > 2 * self._launch.frozen_s]
+    def _give_up_silent(self) -> list[int]:
+        """Gives up the nodes that have been silent for too long, and returns them."""
+        silent = self._silence.silent(self._clock())
         for node in silent:
-            self._lose(node, "is frozen")
+            self._give_up(node, "is frozen")
         return silent
 
-    def _lose(self, node: int, how: str) -> None:
+    def _give_up(self, node: int, why: str) -> None:
         """Ends what may be left of a node."""
-        link = self._links.pop(node)
-        link.socket.close()
-        link.process.signal(signal.SIGKILL)
-        link.process.end(STOP_TIMEOUT_S)
-        self._note(self._topology.ranks_of(node).start, f"node {node} {how}")
+        lost = self._nodes.pop(node)
+        self._silence.forget(node)
+        lost.link.close()
+        lost.process.signal(signal.SIGKILL)
+        lost.process.end(STOP_TIMEOUT_S)
+        self._record_failure(self._topology.ranks_of(node).start, f"node {node} {why}")
 
-    def _is_stuck(self) -> bool:
-        """Whether no iteration has come for ten times as long as any took, and for longer than waits are bounded."""
-        patience_s = max(self._least_patience_s, 10 * self._longest_s) if self._longest_s else START_PATIENCE_S
-        return time.monotonic() - self._progress_s > patience_s
-
-    def _note(self, rank: int, detail: str) -> None:
+    def _record_failure(self, rank: int, detail: str) -> None:
         event = EventSample(event="failed", at_s=time.time(), attempt=self._attempt, rank=rank, detail=detail)
         append(self._job.run_dir / EVENTS, event)

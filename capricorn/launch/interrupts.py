@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and a closed terminal as a question to ask, so that no clean-up is ever cut short."""
+"""Turns Ctrl-C, SIGTERM and a closed terminal into a question to ask, so that no clean-up is ever cut short."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupts:
-    """While it is open, the signals that end a program are only noted; `check` raises at a moment that suits.
+    """Only notes the signals that end a program, while it is open; `check` raises at a moment that suits.
 
     After the first, all further ones are ignored for good: the program is on its way out. On another thread than the
     main one signals are left as they are.
     """
 
     def __init__(self) -> None:
-        self._came = False
+        self._has_come = False
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -28,15 +28,15 @@ class Interrupts:
 
     def check(self) -> None:
         """Raises KeyboardInterrupt if a signal has come."""
-        if self._came:
+        if self._has_come:
             raise KeyboardInterrupt
 
     def __exit__(self, *error: object) -> None:
-        if not self._came:
+        if not self._has_come:
             for number, handler in self._before.items():
                 signal.signal(number, handler)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
-        self._came = True
+        self._has_come = True
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)

@@ -1,6 +1,19 @@
-"""Runs a scenario on this machine from start to record: store, processes, watching, replacing lost nodes, clean-up.
+"""Runs a scenario on this machine from start to record.
 
-Knows no torch; what trains are the ranks, which it has forked or started by torchrun.
+The life of a run, whose steps are undone in reverse whatever happens:
+
+| step    | what is made                                          | how it ends                                      |
+|---------|-------------------------------------------------------|--------------------------------------------------|
+| check   | nothing; faults, persistent tier and data are checked | a mistake is refused                             |
+| server  | the fork server, unless it is shared or not needed    | closed, and all it has forked ends with it       |
+| network | addresses of the nodes, namespaces and shaped links   | closed, and freed with its last process          |
+| store   | the locked folder of the memory store                 | removed, unless it is to be kept                 |
+| folder  | the run's folder, of which the listener hears         | stays, and its record is written                 |
+| loop    | the nodes and in them the ranks                       | stopped; failures that outlive them are reverted |
+
+In the loop the nodes restart what fails (see `nodes`), and the loop tells the listener what the ranks have written. It
+ends when all ranks are done, a rank has written why starting again cannot help, the nodes give up, or an interrupt
+came. Knows no torch; what trains are the ranks.
 """
 
 from __future__ import annotations
@@ -9,21 +22,24 @@ import contextlib
 import json
 import secrets
 import shutil
+from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
+from capricorn.config.fault_kinds import kind_of
 from capricorn.config.scenario import Scenario
 from capricorn.emulation.measure import measure_links
 from capricorn.emulation.route import Links
 from capricorn.emulation.storage import Storage
-from capricorn.emulation.testbed import PACED, Ground, lay_ground
+from capricorn.emulation.testbed import PACED, NetworkBackend, create_network
 from capricorn.errors import CapricornError
 from capricorn.faults.feasibility import check_faults
-from capricorn.faults.revert import Repairs
+from capricorn.faults.revert import Reverter
 from capricorn.launch.cpu_meter import CpuMeter
-from capricorn.launch.fork_client import Standby
-from capricorn.launch.forked_nodes import WarmNodes
+from capricorn.launch.fork_client import Forker, ForkServer
+from capricorn.launch.forked_nodes import ForkedNodes
 from capricorn.launch.interrupts import Interrupts
 from capricorn.launch.nodes import GaveUpError, Nodes
 from capricorn.launch.persist_folder import check_tier, tier_of
@@ -44,37 +60,53 @@ from capricorn.records.samples import (
     write_run,
 )
 from capricorn.runtime.store.node_store import RunLock, find_stores
+from capricorn.stats.run_summary import STORE, summarize
 from capricorn.systems.registry import short_name
 from capricorn.systems.settings import file_settings_of
 from capricorn.trainer.data import prepare
 
 TICK_S: Final = 0.1
 STORAGE_BYTES_PER_S: Final = 1e9
-"""Of each node, where storage is modelled only so that it can become slow."""
+"""The rate of each node, where storage is modelled only so that it can become slow."""
 CHECKPOINTS: Final = "checkpoints"
-"""Of a run folder: what systems write that write files."""
+"""The folder in a run folder for what systems write that write files."""
+
+MakeNodes: TypeAlias = Callable[[Job, NetworkBackend, Path, Callable[[int], None]], Nodes]
+"""Makes the nodes of a job, given their network, the folder of their logs, and whom to tell of a replacement."""
 
 
 class RunListener:
-    """Hears what happens during a run, in the thread that called `launch`; every method does nothing."""
+    """Hears what happens during a run, in the thread that called `launch`; here every method does nothing."""
 
     def on_start(self, run_dir: Path, scenario: Scenario) -> None:
-        """The run folder exists; processes start now."""
+        """Is told that the run folder exists; processes start now."""
 
     def on_sample(self, sample: IterationSample) -> None:
-        """A rank finished an iteration."""
+        """Is told that a rank finished an iteration."""
 
     def on_event(self, event: EventSample) -> None:
-        """Something happened to a worker."""
+        """Is told that something happened to a rank."""
 
     def on_tick(self) -> None:
-        """About ten times a second."""
+        """Is called about ten times a second."""
 
 
-def launch(scenario: Scenario, out: Path, listener: RunListener, standby: Standby | None = None) -> Path:
-    """Runs the scenario and yields its folder below `out`, with `run.json` in it whatever happened.
+def launch(
+    scenario: Scenario,
+    out: Path,
+    listener: RunListener,
+    fork_server: Forker | None = None,
+    *,
+    make_nodes: MakeNodes | None = None,
+) -> Path:
+    """Runs the scenario and returns its folder below `out`, with `run.json` in it whatever happened.
 
-    `standby` is a warm process that serves several runs; without it the run has one of its own.
+    Args:
+        scenario: what is run, resolved.
+        out: where the run's folder is made.
+        listener: hears what happens.
+        fork_server: one that serves several runs; by default the run has one of its own.
+        make_nodes: makes the nodes; by default as `launch.restart` says.
 
     Raises:
         CapricornError: the run failed, with what the failed rank said.
@@ -83,54 +115,54 @@ def launch(scenario: Scenario, out: Path, listener: RunListener, standby: Standb
     started = datetime.now(UTC)
     check_faults(scenario, out)
     with contextlib.ExitStack() as stack:
-        if standby is None and not scenario.launch.by_torchrun:
-            standby = stack.enter_context(Standby())  # it imports while we make ready
-        return _launch(scenario, out, listener, standby, started)
+        if make_nodes is None and scenario.launch.by_torchrun:
+            make_nodes = TorchrunNodes
+        elif make_nodes is None:
+            # One of our own imports while we make ready.
+            make_nodes = partial(ForkedNodes, forker=fork_server or stack.enter_context(ForkServer()))
+        return _launch(scenario, out, listener, make_nodes, started)
 
 
-def _launch(scenario: Scenario, out: Path, listener: RunListener, standby: Standby | None, started: datetime) -> Path:
+def _launch(scenario: Scenario, out: Path, listener: RunListener, make_nodes: MakeNodes, started: datetime) -> Path:
     check_tier(scenario)
     tokens = prepare(scenario.data, scenario.model.vocab_size, seq_len=scenario.model.seq_len)
     run_id = _new_run_id(scenario, started)
     with Interrupts() as interrupts:
-        ground, scenario = _lay_ground(scenario)
-        try:
+        with contextlib.ExitStack() as stack:
+            network, scenario = _create_network(scenario)
+            stack.callback(network.close)
             lock = RunLock(Path(scenario.store.root), run_id)
-            try:
-                run_dir = (out / run_id).resolve()
-                run_dir.mkdir(parents=True)
-                job = _make_job(scenario, run_id, run_dir, lock.folder, tokens, ground)
-                listener.on_start(run_dir, scenario)
-                try:
-                    _Run(job, ground, listener, interrupts, standby).run()
-                finally:
-                    if not file_settings_of(scenario).in_memory and not scenario.store.keep:
-                        # First, as they may have filled the disk; those on tmpfs go with the store.
-                        shutil.rmtree(run_dir / CHECKPOINTS, ignore_errors=True)
-                    _finish_record(job, started)
-            finally:
-                lock.release(keep=scenario.store.keep)
-        finally:
-            ground.close()
+            stack.callback(lock.release, keep=scenario.store.keep)
+            run_dir = (out / run_id).resolve()
+            run_dir.mkdir(parents=True)
+            job = _make_job(scenario, run_id, run_dir, lock.folder, tokens, network)
+            listener.on_start(run_dir, scenario)
+            stack.callback(_finish_record, job, started)
+            if not file_settings_of(scenario).in_memory and not scenario.store.keep:
+                # Before the record is written, as they may have filled the disk; those on tmpfs go with the store.
+                stack.callback(shutil.rmtree, run_dir / CHECKPOINTS, ignore_errors=True)
+            RunLoop(job, network, listener, interrupts, make_nodes).run()
         interrupts.check()
     return run_dir
 
 
-def _lay_ground(scenario: Scenario) -> tuple[Ground, Scenario]:
-    """Where the nodes live, and the scenario that says how their links are made."""
-    ground, links = lay_ground(scenario.cluster)
+def _create_network(scenario: Scenario) -> tuple[NetworkBackend, Scenario]:
+    """Returns where the nodes live, and the scenario that says how their links are made."""
+    network, links = create_network(scenario.cluster)
     cluster = scenario.cluster.model_copy(update={"links": links})
-    return ground, scenario.model_copy(update={"cluster": cluster})
+    return network, scenario.model_copy(update={"cluster": cluster})
 
 
-def _make_job(scenario: Scenario, run_id: str, run_dir: Path, store_dir: Path, tokens: Path, ground: Ground) -> Job:
+def _make_job(
+    scenario: Scenario, run_id: str, run_dir: Path, store_dir: Path, tokens: Path, network: NetworkBackend
+) -> Job:
     cluster, emulation = scenario.cluster, scenario.emulation
     links_dir = storage_dir = None
     if cluster.links == PACED:
         links_dir = store_dir / "links"
         Links.create(links_dir, cluster.nodes, cluster.rate).close()
     rate = emulation.storage_node_bytes_per_s if emulation is not None else None
-    if rate is None and any(fault.kind == "disk-slow" for fault in scenario.faults):
+    if rate is None and any("storage clocks" in kind_of(fault.kind).needs for fault in scenario.faults):
         rate = STORAGE_BYTES_PER_S
     if rate is not None:
         storage_dir = store_dir / "storage"
@@ -145,7 +177,7 @@ def _make_job(scenario: Scenario, run_id: str, run_dir: Path, store_dir: Path, t
         run_dir=run_dir,
         store_dir=store_dir,
         tokens=tokens,
-        addresses=tuple(map(ground.address, range(cluster.nodes))),
+        addresses=tuple(map(network.address, range(cluster.nodes))),
         links_dir=links_dir,
         storage_dir=storage_dir,
         files_dir=files_dir,
@@ -153,20 +185,26 @@ def _make_job(scenario: Scenario, run_id: str, run_dir: Path, store_dir: Path, t
     )
 
 
-class _Run:
+class RunLoop:
     """The processes of one run, from start to end."""
 
     def __init__(
-        self, job: Job, ground: Ground, listener: RunListener, interrupts: Interrupts, standby: Standby | None
+        self, job: Job, network: NetworkBackend, listener: RunListener, interrupts: Interrupts, make_nodes: MakeNodes
     ) -> None:
-        self._job, self._ground, self._listener, self._interrupts = job, ground, listener, interrupts
-        self._standby, self._repairs = standby, Repairs(job, ground)
+        self._job, self._network, self._listener, self._interrupts = job, network, listener, interrupts
+        self._make_nodes, self._reverter = make_nodes, Reverter(job, network)
         self._samples = Follower(job.run_dir / ITERATIONS, IterationSample)
         self._events = Follower(job.run_dir / EVENTS, EventSample)
         self._failures: list[str] = []
         self._is_training = False
 
     def run(self) -> None:
+        """Runs the nodes until they are done.
+
+        Raises:
+            CapricornError: a rank or a node has given up.
+            KeyboardInterrupt: the run was interrupted.
+        """
         log_dir = self._job.run_dir / "log"
         log_dir.mkdir()
         # Processes that are started after a signal has come would ignore those that are to end them.
@@ -174,48 +212,43 @@ class _Run:
         if self._job.scenario.cluster.is_emulated:
             self._measure_links()
         self._interrupts.check()
-        nodes = self._make_nodes(log_dir)
+        nodes = self._make_nodes(self._job, self._network, log_dir, self._reverter.node_replaced)
         meter = CpuMeter()
         try:
             nodes.start()
             while not nodes.are_done:
                 self._interrupts.check()
                 nodes.wait(TICK_S)
-                self._check()
-                if self._tell():
+                self._check_fatal()
+                if self._tell_listener():
                     nodes.progressed()
                 meter.tick(is_training=self._is_training)
         except GaveUpError as error:
-            self._check()
-            self._tell()
+            self._check_fatal()
+            self._tell_listener()
             raise CapricornError(self._describe_failure(error.node)) from None
         finally:
             try:
                 nodes.stop()
-                self._tell()
+                self._tell_listener()
             finally:
-                self._repairs.close()
+                self._reverter.close()
             append(self._job.run_dir / CPU, meter.sample())
-
-    def _make_nodes(self, log_dir: Path) -> Nodes:
-        if self._standby is None or self._job.scenario.launch.by_torchrun:
-            return TorchrunNodes(self._job, self._ground, log_dir, self._repairs.node_replaced)
-        return WarmNodes(self._job, self._ground, log_dir, self._standby, self._repairs.node_replaced)
 
     def _measure_links(self) -> None:
         num_nodes = self._job.scenario.cluster.nodes
-        entries = [self._ground.enter_node(node) for node in range(num_nodes)]
+        entries = [self._network.enter_node(node) for node in range(num_nodes)]
         for sample in measure_links(entries, self._job.addresses, links=self._job.links_dir):
             append(self._job.run_dir / LINKS, sample)
 
-    def _check(self) -> None:
+    def _check_fatal(self) -> None:
         """Raises CapricornError if a rank has said that starting again cannot help."""
         fatal = self._job.run_dir / FATAL
         if fatal.exists() and (text := fatal.read_text(encoding="utf-8")):
             raise CapricornError(f"the run cannot go on: {text}")
 
-    def _tell(self) -> bool:
-        """Tells the listener what is new; whether some rank has finished an iteration."""
+    def _tell_listener(self) -> bool:
+        """Tells the listener what is new; returns whether some rank has finished an iteration."""
         samples = list(self._samples.new())
         for sample in samples:
             self._is_training = True
@@ -223,9 +256,9 @@ class _Run:
         for event in self._events.new():
             if event.event == "failed":
                 self._failures.append(f"rank {event.rank}: {event.detail}")
-            self._repairs.on_event(event)
+            self._reverter.on_event(event)
             self._listener.on_event(event)
-        self._repairs.tick()
+        self._reverter.tick()
         self._listener.on_tick()
         return bool(samples)
 
@@ -246,9 +279,6 @@ def _finish_record(job: Job, started: datetime) -> None:
 
 
 def _write_record(job: Job, started: datetime) -> None:
-    # pandas takes a while to import and is needed by nothing before.
-    from capricorn.stats.run_summary import STORE
-
     stores = [store for store in find_stores(job.store_dir.parent) if store.path == job.store_dir]
     (job.run_dir / STORE).write_text(json.dumps({"store_bytes": sum(store.num_bytes for store in stores)}))
     write_recoveries(job.run_dir)
@@ -256,9 +286,7 @@ def _write_record(job: Job, started: datetime) -> None:
 
 
 def record_of(job: Job, run_dir: Path, started: datetime) -> RunRecord:
-    """The record of what a run has written so far."""
-    from capricorn.stats.run_summary import summarize
-
+    """Returns the record of what a run has written so far."""
     facts = environment(job.scenario.cluster.device)
     summary, verdict = summarize(run_dir, job.scenario, facts.num_cpus)
     return RunRecord(

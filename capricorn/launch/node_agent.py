@@ -1,12 +1,27 @@
-"""One node of a run: forks its ranks, watches them, and tells the launcher at once when one has ended or is frozen.
+"""One node of a run: forks its ranks, watches them, and reports at once when one has ended or is frozen.
 
-Forked itself from a warm process, so that its ranks have torch imported; the launcher decides what happens next.
+Forked itself by the fork server, so that its ranks have torch imported. The launcher decides what happens next; the
+agent keeps each rank's process in one of these states, and moves it on:
+
+| state    | the process                      | what happens                                    | next               |
+|----------|----------------------------------|-------------------------------------------------|--------------------|
+| none     | has ended                        | launcher starts an attempt: it is forked anew   | TRAINING           |
+| TRAINING | takes part in its attempt        | rank leaves a failed attempt: reported as ended | LEFT               |
+|          |                                  | launcher starts the next attempt: SIGTERM       | LEAVING            |
+| LEAVING  | was told to leave its attempt    | rank has left: it is sent on at once            | TRAINING           |
+|          |                                  | `LEAVE_S` are over: SIGKILL                     | KILLED             |
+| LEFT     | waits for another attempt        | launcher starts the next attempt: it is sent on | TRAINING           |
+| any      | gives no heartbeat (`frozen_s`)  | reported as frozen, SIGKILL                     | KILLED             |
+| any      | ends in the attempt of now       | reported as ended                               | none               |
+| any      | ends in an attempt that is over  | it is forked anew for that of now               | none, then TRAINING |
+
+The agent ends, and with it its ranks, when the launcher closes the link.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import enum
 import mmap
 import os
 import select
@@ -17,118 +32,171 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+from capricorn.config.fields import FrozenModel
+from capricorn.launch.launch_messages import (
+    NodeAlive,
+    RankEnded,
+    RankFrozen,
+    RunNodeAgent,
+    StartAttempt,
+    receive,
+    to_bytes,
+)
 from capricorn.launch.nodes import FAILED
-from capricorn.launch.rank_context import ForkedPlace
+from capricorn.launch.rank_context import ForkedContext
 from capricorn.process import die_with_parent
 from capricorn.records.job_file import Job
 from capricorn.units import Seconds
 
-BEAT_S: Final = 0.25
-"""Between two signs of life of a rank to its node, and of a node to the launcher."""
+HEARTBEAT_S: Final = 0.25
+"""Between two heartbeats of a rank to its node, and of a node to the launcher."""
 LEAVE_S: Final = 1.0
-"""What a rank is given to leave an attempt by itself before it is killed and forked anew."""
+"""How long a rank may take to leave an attempt by itself before it is killed and forked anew."""
 STOP_S: Final = 1.0
-"""What the ranks are given to end at the end of the run."""
-_MESSAGE_BYTES: Final = 1024
+"""How long the ranks may take to end at the end of the run."""
 
 
-def run_node(link_fd: int, job_file: str, node: int, endpoint: tuple[str, int], interface: str) -> None:
+class RankState(enum.Enum):
+    """See the table at the top."""
+
+    TRAINING = enum.auto()
+    LEAVING = enum.auto()
+    LEFT = enum.auto()
+    KILLED = enum.auto()
+
+
+def run_node_agent(role: RunNodeAgent, link_fd: int) -> None:
     """Runs a node until the launcher closes the link with that descriptor."""
-    os.environ["GLOO_SOCKET_IFNAME"] = interface
-    link = socket.socket(fileno=link_fd)
-    Node(Job.read(Path(job_file)), node, (endpoint[0], endpoint[1]), link).run()
+    os.environ["GLOO_SOCKET_IFNAME"] = role.interface
+    NodeAgent(Job.read(role.job_file), role.node, role.endpoint, socket.socket(fileno=link_fd)).run()
 
 
 @dataclass(slots=True)
-class _Rank:
+class RankProcess:
     """A rank's process as its node sees it."""
 
     rank: int
+    attempt: int
     pid: int
     pidfd: int
-    orders: socket.socket
-    attempt: int
-    has_left: bool = False
-    """Whether it waits for the next attempt."""
-    leave_by: Seconds | None = None
-    """When it is killed if it has not left."""
-    is_killed: bool = False
+    """A descriptor that can be read once the process has ended."""
+    link: socket.socket
+    state: RankState = RankState.TRAINING
+    leave_by_s: Seconds = 0.0
+    """When it is killed if it is still LEAVING."""
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def exit_code(self) -> int:
+        """Returns the exit code of the process once it has ended, negative for the signal that ended it."""
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
-class Node:
+class NodeAgent:
     """The ranks of one node."""
 
-    def __init__(self, job: Job, node: int, endpoint: tuple[str, int], link: socket.socket) -> None:
+    def __init__(
+        self,
+        job: Job,
+        node: int,
+        endpoint: tuple[str, int],
+        link: socket.socket,
+        *,
+        fork: Callable[[int, int], RankProcess] | None = None,
+        clock: Callable[[], Seconds] = time.monotonic,
+    ) -> None:
+        """Forks nothing yet.
+
+        Args:
+            job: what is run.
+            node: the number of this node.
+            endpoint: host and port of the rendezvous store.
+            link: the link to the launcher.
+            fork: makes the process of a rank for an attempt; by default forks this one.
+            clock: tells the time.
+        """
         self._job, self._endpoint, self._link = job, endpoint, link
+        self._fork, self._clock = fork or self._fork_self, clock
         self._ranks = job.scenario.topology.ranks_of(node)
-        self._processes: dict[int, _Rank] = {}
+        self._processes: dict[int, RankProcess] = {}
         self._attempt = -1
         self._frozen_s = job.scenario.launch.frozen_s
         self._board = mmap.mmap(-1, mmap.PAGESIZE)
-        self._beats = memoryview(self._board).cast("d")
-        """Shared with the ranks: when each gave its last sign of life, by local rank."""
-        self._told_s = 0.0
+        self._heartbeats = memoryview(self._board).cast("d")
+        """Shared with the ranks: when each gave its last heartbeat, by local rank."""
+        self._reported_s = 0.0
         self._selector = selectors.DefaultSelector()
         self._selector.register(link, selectors.EVENT_READ, None)
 
     def run(self) -> None:
         signal.signal(signal.SIGTERM, _end)
         try:
-            while self._turn():
-                self._watch()
+            while self.turn():
+                pass
         finally:
             self._stop()
 
-    def _turn(self) -> bool:
-        """Acts upon what has happened; whether the launcher is still there."""
-        for key, _ in self._selector.select(BEAT_S):
-            process: _Rank | None = key.data
+    def turn(self, timeout_s: Seconds = HEARTBEAT_S) -> bool:
+        """Acts upon what happens within that time; returns whether the launcher is still there."""
+        if not self._handle_events(timeout_s):
+            return False
+        self._watch()
+        return True
+
+    def _handle_events(self, timeout_s: Seconds) -> bool:
+        for key, _ in self._selector.select(timeout_s):
+            process: RankProcess | None = key.data
             if process is None:
-                order = self._link.recv(_MESSAGE_BYTES)
-                if not order:
+                if not (order := receive(self._link)):
                     return False
-                self._begin(json.loads(order)["attempt"])
+                self._start_attempt(StartAttempt.model_validate_json(order).attempt)
             elif self._processes.get(process.rank) is not process:
                 continue  # it has been reaped in this turn
-            elif key.fileobj is process.orders:
+            elif key.fileobj is process.link:
                 self._hear(process)
             else:
                 self._reap(process)
         return True
 
-    def _begin(self, attempt: int) -> None:
+    def _start_attempt(self, attempt: int) -> None:
         """Has all ranks take part in that attempt; those that still run in another leave it first."""
         self._attempt = attempt
         for rank in self._ranks:
             process = self._processes.get(rank)
             if process is None:
-                self._fork(rank)
-            elif process.has_left:
+                self._start(rank)
+            elif process.state is RankState.LEFT:
                 self._send_on(process)
-            else:
-                process.leave_by = time.monotonic() + LEAVE_S
-                os.kill(process.pid, signal.SIGTERM)
+            elif process.state is not RankState.KILLED:
+                process.state, process.leave_by_s = RankState.LEAVING, self._clock() + LEAVE_S
+                process.signal(signal.SIGTERM)
 
-    def _fork(self, rank: int) -> None:
+    def _start(self, rank: int) -> None:
+        """Has a new process take part in the attempt of now."""
+        self._heartbeats[rank - self._ranks.start] = self._clock()
+        process = self._processes[rank] = self._fork(rank, self._attempt)
+        self._selector.register(process.link, selectors.EVENT_READ, process)
+        self._selector.register(process.pidfd, selectors.EVENT_READ, process)
+
+    def _fork_self(self, rank: int, attempt: int) -> RankProcess:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._beats[rank - self._ranks.start] = time.monotonic()
         # A signal that ends an attempt must find a child that is ready for it, or Python may drop it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         pid = os.fork()
         if pid == 0:
             ours.close()
-            self._become(rank, theirs)
+            self._become(rank, attempt, theirs)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
-        process = self._processes[rank] = _Rank(rank, pid, os.pidfd_open(pid), ours, self._attempt)
-        self._selector.register(ours, selectors.EVENT_READ, process)
-        self._selector.register(process.pidfd, selectors.EVENT_READ, process)
+        return RankProcess(rank, attempt, pid, os.pidfd_open(pid), ours)
 
-    def _become(self, rank: int, orders: socket.socket) -> None:
+    def _become(self, rank: int, attempt: int, link: socket.socket) -> None:
+        """Turns a forked process into a rank, and ends it with that."""
         from capricorn.launch.worker import run_forked
 
         code = FAILED
@@ -139,10 +207,10 @@ class Node:
             self._selector.close()
             self._link.close()
             for process in self._processes.values():
-                process.orders.close()
+                process.link.close()
                 os.close(process.pidfd)
-            threading.Thread(target=self._beat, args=(rank,), name="capricorn-beat", daemon=True).start()
-            code = run_forked(self._job, ForkedPlace(self._job, rank, self._attempt, self._endpoint), orders)
+            threading.Thread(target=self._beat, args=(rank,), name="capricorn-heartbeat", daemon=True).start()
+            code = run_forked(self._job, ForkedContext(self._job, rank, attempt, self._endpoint), link)
         except BaseException as error:  # noqa: BLE001 - the process ends here, and says in the log why
             traceback.print_exception(error)
         finally:
@@ -152,73 +220,73 @@ class Node:
             os._exit(code)
 
     def _beat(self, rank: int) -> None:
-        """In a rank's process: shows that it is not frozen, as long as it is not."""
+        """Gives the heartbeats of a rank, in a thread of its process, as long as it is not frozen."""
         while True:
-            self._beats[rank - self._ranks.start] = time.monotonic()
-            time.sleep(BEAT_S)
+            self._heartbeats[rank - self._ranks.start] = time.monotonic()
+            time.sleep(HEARTBEAT_S)
 
-    def _hear(self, process: _Rank) -> None:
-        """A rank has left its attempt, of its own accord or because it was told to."""
-        try:
-            message = process.orders.recv(_MESSAGE_BYTES)
-        except ConnectionError:
-            message = b""
-        if not message:  # its end is told by its pidfd
-            self._selector.unregister(process.orders)
+    def _hear(self, process: RankProcess) -> None:
+        """Notes that a rank has left its attempt, of its own accord or because it was told to."""
+        if not receive(process.link):  # its end is told by its pidfd
+            self._selector.unregister(process.link)
             return
-        process.has_left, process.leave_by = True, None
+        if process.state is RankState.KILLED:
+            return
+        process.state = RankState.LEFT
         if process.attempt == self._attempt:
-            self._tell(rank=process.rank, attempt=process.attempt, code=FAILED)
+            self._report(RankEnded(rank=process.rank, attempt=process.attempt, exit_code=FAILED))
         else:
             self._send_on(process)
 
-    def _send_on(self, process: _Rank) -> None:
+    def _send_on(self, process: RankProcess) -> None:
         with contextlib.suppress(ConnectionError):  # it has just ended, of which its pidfd tells; it is forked anew
-            process.orders.send(str(self._attempt).encode())
-            process.has_left, process.attempt = False, self._attempt
+            process.link.send(to_bytes(StartAttempt(attempt=self._attempt)))
+            process.state, process.attempt = RankState.TRAINING, self._attempt
 
-    def _reap(self, process: _Rank) -> None:
-        """A rank's process has ended: if it was of an attempt that is over, it is forked anew for that of now."""
+    def _reap(self, process: RankProcess) -> None:
+        """Lets go of a process that has ended; if its attempt is over, it is forked anew for that of now."""
         del self._processes[process.rank]
-        for end in (process.orders, process.pidfd):
+        for end in (process.link, process.pidfd):
             if end in self._selector.get_map():
                 self._selector.unregister(end)
-        process.orders.close()
+        process.link.close()
         os.close(process.pidfd)
-        _, status = os.waitpid(process.pid, 0)
+        code = process.exit_code()
         if process.attempt == self._attempt:
-            self._tell(rank=process.rank, attempt=process.attempt, code=os.waitstatus_to_exitcode(status))
+            self._report(RankEnded(rank=process.rank, attempt=process.attempt, exit_code=code))
         else:
-            self._fork(process.rank)
+            self._start(process.rank)
 
     def _watch(self) -> None:
-        """Kills ranks that do not leave in time or are frozen, which `_reap` then hears of; shows that we live."""
-        now_s = time.monotonic()
+        """Kills ranks that do not leave in time or are frozen, which are reaped then; gives our own heartbeat."""
+        now_s = self._clock()
         for process in self._processes.values():
-            is_late = process.leave_by is not None and now_s > process.leave_by
-            is_frozen = now_s - self._beats[process.rank - self._ranks.start] > self._frozen_s
-            if is_frozen and not process.is_killed:
-                self._tell(rank=process.rank, attempt=process.attempt, frozen_s=self._frozen_s)
-            if (is_late or is_frozen) and not process.is_killed:
-                process.is_killed = True
-                os.kill(process.pid, signal.SIGKILL)
-        if now_s - self._told_s > BEAT_S:
-            self._tell()
+            if process.state is RankState.KILLED:
+                continue
+            is_late = process.state is RankState.LEAVING and now_s > process.leave_by_s
+            is_frozen = now_s - self._heartbeats[process.rank - self._ranks.start] > self._frozen_s
+            if is_frozen:
+                self._report(RankFrozen(rank=process.rank, attempt=process.attempt, silent_s=self._frozen_s))
+            if is_late or is_frozen:
+                process.state = RankState.KILLED
+                process.signal(signal.SIGKILL)
+        if now_s - self._reported_s > HEARTBEAT_S:
+            self._report(NodeAlive())
 
-    def _tell(self, **facts: Any) -> None:
-        self._told_s = time.monotonic()
-        self._link.send(json.dumps(facts).encode())
+    def _report(self, report: FrozenModel) -> None:
+        self._reported_s = self._clock()
+        self._link.send(to_bytes(report))
 
     def _stop(self) -> None:
         """Ends all ranks, by force those that take too long."""
         for process in self._processes.values():
-            os.kill(process.pid, signal.SIGTERM)
-            process.orders.close()
-        end_s = time.monotonic() + STOP_S
+            process.signal(signal.SIGTERM)
+            process.link.close()
+        end_s = self._clock() + STOP_S
         for process in self._processes.values():
-            if not select.select([process.pidfd], [], [], max(0.0, end_s - time.monotonic()))[0]:
-                os.kill(process.pid, signal.SIGKILL)
-            os.waitpid(process.pid, 0)
+            if not select.select([process.pidfd], [], [], max(0.0, end_s - self._clock()))[0]:
+                process.signal(signal.SIGKILL)
+            process.exit_code()
 
 
 def _end(signum: int, frame: object) -> None:

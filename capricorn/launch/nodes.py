@@ -1,16 +1,18 @@
-"""What the launcher asks of the nodes of a run, however they are started and started again."""
+"""The nodes of a run as the launcher sees them, however they are started and restarted; and fake ones."""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Final, Protocol
 
 from capricorn.errors import CapricornError
 from capricorn.units import Seconds
 
 FAILED: Final = 1
-"""Exit code of a rank that has failed, or what is told of one that has left its attempt and waits for the next."""
+"""Exit code of a rank that has failed, also of one that has left its attempt and waits for the next."""
 UNREACHABLE: Final = 4
-"""Exit code of a rank that cannot reach the place where the ranks meet."""
+"""Exit code of a rank that cannot reach the rendezvous store."""
 
 
 class GaveUpError(CapricornError):
@@ -25,26 +27,51 @@ class Nodes(Protocol):
     """The nodes of a run on this machine."""
 
     def start(self) -> None:
-        """Starts all of them, and in them their ranks."""
+        """Starts all nodes, and in them their ranks."""
         ...
 
     def wait(self, timeout_s: Seconds) -> None:
         """Returns when something may have happened, or after that time; starts again what has failed.
 
         Raises:
-            GaveUpError: that was once too often.
+            GaveUpError: a restart was needed and none is left.
         """
         ...
 
     @property
     def are_done(self) -> bool:
-        """Whether all ranks have trained to the end."""
+        """Says whether all ranks have trained to the end."""
         ...
 
     def progressed(self) -> None:
-        """Told that some rank has finished an iteration."""
+        """Is told that some rank has finished an iteration."""
         ...
 
     def stop(self) -> None:
         """Ends all processes, also when they are in the middle of something."""
         ...
+
+
+class FakeNodes:
+    """Nodes without processes that play a script: each wait takes its next act, which may write records or raise."""
+
+    def __init__(self, acts: Iterable[Callable[[], object]] = ()) -> None:
+        self._acts = deque(acts)
+        self.is_running = False
+        self.num_progressed = 0
+
+    def start(self) -> None:
+        self.is_running = True
+
+    def wait(self, timeout_s: Seconds) -> None:
+        self._acts.popleft()()
+
+    @property
+    def are_done(self) -> bool:
+        return not self._acts
+
+    def progressed(self) -> None:
+        self.num_progressed += 1
+
+    def stop(self) -> None:
+        self.is_running = False

@@ -7,14 +7,14 @@ from typing import Final
 
 from capricorn.config.scenario import Scenario
 from capricorn.errors import CapricornError, ConfigError
-from capricorn.runtime.persist.layout import Manifest, folder_of, is_tier, iterations_in
+from capricorn.runtime.persist.layout import Manifest, folder_of, is_persistent_tier, iterations_in
 
 PERSISTENT: Final = "persistent"
-"""Of a run folder: its persistent tier, unless it is to be elsewhere."""
+"""The folder in a run folder for its persistent tier, unless that is to be elsewhere."""
 
 
 def tier_of(scenario: Scenario, run_dir: Path) -> Path | None:
-    """The folder of the persistent tier, made if it is the run's own; None if there is to be none."""
+    """Returns the folder of the persistent tier, made if it is the run's own; None if there is to be none."""
     if scenario.persist.dir:
         return Path(scenario.persist.dir).resolve()
     if not scenario.persist.every:
@@ -24,7 +24,7 @@ def tier_of(scenario: Scenario, run_dir: Path) -> Path | None:
 
 
 def check_tier(scenario: Scenario) -> None:
-    """Makes the folder that the user named, if it is not there.
+    """Checks the persistent tier that the user named, and makes its folder if it is not there.
 
     Raises:
         ConfigError: that is not possible, or it holds something else than checkpoints of the same model, of which there
@@ -38,7 +38,7 @@ def check_tier(scenario: Scenario) -> None:
         is_empty = next(root.iterdir(), None) is None
     except OSError as error:
         raise ConfigError(f"--persist-dir {root}: cannot make or read the folder: {error.strerror}") from None
-    if not is_empty and not is_tier(root):
+    if not is_empty and not is_persistent_tier(root):
         raise ConfigError(f"--persist-dir {root} is not empty and holds no checkpoints: name an empty or a new folder")
     for iteration in reversed(iterations_in(root)):
         try:

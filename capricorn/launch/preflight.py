@@ -1,5 +1,6 @@
-"""What this machine is and what it can do, before anything starts: the environment of a record, the checks of doctor,
-the refusals of run. Imports no torch and starts no process but git.
+"""Looks at this machine before anything starts: the environment of a record, the checks of doctor, the refusals of run.
+
+Imports no torch and starts no process but git.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ import psutil
 import capricorn
 from capricorn.config.scenario import Scenario
 from capricorn.errors import ConfigError
+from capricorn.faults.applicability import why_not
+from capricorn.faults.feasibility import why_not_here
+from capricorn.planner.placement import recovery_probability
 from capricorn.records.samples import Environment
-from capricorn.sizing.memory import Needs, needs_of
+from capricorn.sizing.memory import STATE_BYTES_PER_PARAM, Needs, needs_of, total_params
 from capricorn.systems.registry import SYSTEMS, find
 from capricorn.units import Bytes, format_bytes
 
@@ -29,6 +33,8 @@ MIN_PYTHON = (3, 11)
 PACKAGES = ("torch", "capricorn-bench", "numpy", "fairscale", "torchsnapshot", "lm-resiliency", "torch_checkpointing")
 BASE_FILES, FILES_PER_RANK = 64, 16
 """Descriptors of one process: libraries, pipes and logs, and per rank its gloo and checkpoint sockets and a slot."""
+
+NUM_LOST = 2
 
 _CGROUP = Path("/sys/fs/cgroup")
 _CAP_NET_ADMIN = 12
@@ -49,7 +55,7 @@ class Check:
 
 
 def environment(device: str) -> Environment:
-    """Versions, commit and hardware this process runs on; reads metadata and imports none of the packages."""
+    """Returns the versions, commit and hardware this process runs on, by metadata; imports none of the packages."""
     versions = {name: version for name in PACKAGES if (version := _version(name))}
     return Environment(
         versions=versions | {"python": platform.python_version()},
@@ -71,7 +77,7 @@ def _version(package: str) -> str:
 
 
 def _commit() -> str:
-    """The commit of the checkout this package runs from, `-dirty` when changed; empty for an installed one."""
+    """Returns the commit of the checkout this package runs from, `-dirty` when changed; empty for an installed one."""
     checkout = Path(capricorn.__file__).parents[1]
     if not (checkout / ".git").exists():
         return ""
@@ -103,7 +109,7 @@ def _read(path: Path) -> str:
 
 
 def num_cuda_devices() -> int:
-    """CUDA devices that the installed torch could use, counted without importing it."""
+    """Returns how many CUDA devices the installed torch could use, without importing it."""
     if "+cpu" in _version("torch"):
         return 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -113,7 +119,7 @@ def num_cuda_devices() -> int:
 
 
 def resolve_device(scenario: Scenario) -> Scenario:
-    """The scenario with device `auto` replaced: `cuda` when there is a device, else `cpu`."""
+    """Returns the scenario with device `auto` replaced: `cuda` when there is a device, else `cpu`."""
     if scenario.cluster.device != "auto":
         return scenario
     device = "cuda" if num_cuda_devices() else "cpu"
@@ -124,7 +130,7 @@ def resolve_device(scenario: Scenario) -> Scenario:
 
 
 def require(scenario: Scenario) -> None:
-    """Passes when this machine can run the scenario.
+    """Checks that this machine can run the scenario.
 
     Raises:
         ConfigError: in one line: what is needed, what there is, what to do. The first thing missing is named.
@@ -135,10 +141,15 @@ def require(scenario: Scenario) -> None:
 
 
 def checks(scenario: Scenario) -> list[Check]:
-    """Everything doctor looks at: what the scenario needs, the other systems, privileges."""
+    """Returns all there is to check before the scenario is run: what it needs, and what was asked of it."""
     scenario = resolve_device(scenario)
+    return [*_needed(scenario), *_check_persist_folder(scenario), *_check_faults(scenario), *_foresee_losses(scenario)]
+
+
+def other_checks(scenario: Scenario) -> list[Check]:
+    """Returns what this machine can do besides: the other systems, and privileges."""
     others = [_check_system(name, is_needed=False) for name in SYSTEMS if name != scenario.system.name]
-    return [*_needed(scenario), *others, _check_privileges()]
+    return [*others, _check_privileges()]
 
 
 def _needed(scenario: Scenario) -> Iterator[Check]:
@@ -165,12 +176,12 @@ def _check_torch() -> Check:
 
 
 def _check_system(name: str, *, is_needed: bool) -> Check:
-    """Whether the module of a system is there, and its extra if that is needed; does not import it."""
+    """Checks whether the module of a system is there, and its extra if that is needed; does not import it."""
     info = find(name)
     module = info.target.partition(":")[0]
     if not info.is_installed:
         return Check(f"system {name}", not is_needed, "not installed", f"module {info.needs}", info.install)
-    ok = util.find_spec(module) is not None
+    ok = name not in SYSTEMS or util.find_spec(module) is not None  # one from outside was imported to be found
     return Check(f"system {name}", ok, "there" if ok else "missing", "its module", f"reinstall: no module {module}")
 
 
@@ -207,6 +218,37 @@ def _check_memory(scenario: Scenario, needs: Needs) -> Check:
     )  # fmt: skip
 
 
+def _check_persist_folder(scenario: Scenario) -> Iterator[Check]:
+    """Whether checkpoints can go where the user wants them; makes no folder."""
+    if not scenario.persist.dir:
+        return
+    folder = Path(scenario.persist.dir).resolve()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    num_kept = scenario.persist.keep + 1 if scenario.persist.every else 0
+    needed_bytes = num_kept * STATE_BYTES_PER_PARAM * total_params(scenario.model)
+    can_write, free_bytes = there.is_dir() and os.access(there, os.W_OK | os.X_OK), _free_bytes(there)
+    found = f"{format_bytes(free_bytes)} free" if can_write else f"{there} is no writable folder"
+    yield Check(
+        f"--persist-dir {folder}", can_write and free_bytes >= needed_bytes, found,
+        f"{format_bytes(needed_bytes)} free", "name a folder with more room, or a smaller persist.keep",
+    )  # fmt: skip
+
+
+def _check_faults(scenario: Scenario) -> Iterator[Check]:
+    """Whether each failure that was asked for can be injected here, into a run that is recorded below this folder."""
+    for fault in scenario.faults:
+        reason = why_not(fault, scenario) or why_not_here(fault, scenario, Path())
+        yield Check(f"fault {fault}", not reason, reason or "can be injected", "-", "leave it out")
+
+
+def _foresee_losses(scenario: Scenario) -> Iterator[Check]:
+    """How likely memory still holds a copy of every shard when two nodes are lost at once."""
+    system, num_nodes = scenario.system, scenario.cluster.nodes
+    if num_nodes >= NUM_LOST and system.every and "peer" in find(system.name).tiers:
+        probability = recovery_probability(num_nodes, system.replicas, NUM_LOST)
+        yield Check("two nodes lost at once", True, f"recoverable with probability {probability:.1%}", "-")
+
+
 def _less_store(scenario: Scenario, root: Path, needs: Needs) -> str:
     enlarge = f"enlarge it (mount -o remount,size={-(-needs.store_bytes // 2**20)}M {root})"
     return f"use a smaller --model{_fewer_copies(scenario)}, {enlarge}, or --set store.root=DIR"
@@ -227,7 +269,7 @@ def _check_privileges() -> Check:
 
 
 def available_memory() -> Bytes:
-    """Host memory that can be had: what the kernel says is available, within the container's limit."""
+    """Returns the memory that can be had: what the kernel says is available, within the container's limit."""
     available: Bytes = psutil.virtual_memory().available
     limit, used = _read(_CGROUP / "memory.max").strip(), _read(_CGROUP / "memory.current").strip()
     if not (limit.isdigit() and used.isdigit()):
@@ -242,7 +284,7 @@ def _free_bytes(folder: Path) -> Bytes:
 
 
 def _filesystem(folder: Path) -> str:
-    """The type of the file system a folder lies on: `tmpfs`, `ext4`, ..."""
+    """Returns the type of the file system a folder lies on: `tmpfs`, `ext4`, ..."""
     path = folder.resolve()
     mounts = [part for part in psutil.disk_partitions(all=True) if path.is_relative_to(part.mountpoint)]
     # The last of equal mount points hides the earlier ones.

@@ -1,6 +1,6 @@
-"""Where a rank stands in its job, and how it meets the others: as torchrun says, or as the node that forked it says.
+"""Which rank a process is and how it meets the others: as torchrun says, or as the node agent says that forked it.
 
-Knows no model and no checkpoint.
+Must know no model and no checkpoint.
 """
 
 from __future__ import annotations
@@ -16,21 +16,20 @@ from typing import Final, NamedTuple, Protocol
 import torch.distributed as dist
 from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from capricorn.launch.own_address import own_address
 from capricorn.records.job_file import ATTEMPT, Job
 from capricorn.runtime.comm.collectives import maximum
 
 COLLECTIVE_TIMEOUT: Final = timedelta(seconds=120)
 JOIN_TIMEOUT: Final = timedelta(seconds=15)
-"""Of finding the store where the ranks meet, and each other in it."""
+"""How long finding the rendezvous store may take."""
 
 
 class UnreachableError(RuntimeError):
-    """The place where the ranks meet cannot be reached from this node."""
+    """The rendezvous store cannot be reached from this node."""
 
 
-class Met(NamedTuple):
-    """What a rank knows once it has met the others."""
+class RendezvousResult(NamedTuple):
+    """What a rank has and knows once it has met the others."""
 
     control: dist.ProcessGroup
     """A gloo group of all ranks."""
@@ -38,31 +37,31 @@ class Met(NamedTuple):
     """How often the job has started before, the same on all ranks."""
 
 
-class Place(Protocol):
+class RankContext(Protocol):
     """A rank's place in the job."""
 
     rank: int
     world_size: int
     attempt: int
-    """As far as it is known before the others are met."""
+    """The attempt as far as it is known before the rendezvous."""
 
-    def join(self, backend: str) -> Met:
-        """Meets the other ranks, in groups of its own."""
+    def rendezvous(self, backend: str) -> RendezvousResult:
+        """Meets the other ranks and makes the process groups of the attempt; collective."""
         ...
 
     def address(self) -> str:
-        """Of the own node's interface."""
+        """Returns the address of the own node's interface."""
         ...
 
 
-class TorchrunPlace:
-    """As torchrun's environment says."""
+class TorchrunContext:
+    """The context of a rank that torchrun has started, by its environment."""
 
     def __init__(self, job: Job) -> None:
         self._job, self.attempt = job, 0
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
-    def join(self, backend: str) -> Met:
+    def rendezvous(self, backend: str) -> RendezvousResult:
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
         control = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
         file = self._job.run_dir / ATTEMPT
@@ -70,32 +69,32 @@ class TorchrunPlace:
         attempt = maximum(control, int(file.read_text()) if file.exists() else -1) + 1
         if self.rank == 0 or self._job.scenario.launch.nnodes:
             file.write_text(str(attempt))
-        return Met(control, attempt)
+        return RendezvousResult(control, attempt)
 
     def address(self) -> str:
         has_machines = self._job.scenario.launch.nnodes
         return own_address(os.environ["MASTER_ADDR"]) if has_machines else _emulated(self._job, self.rank)
 
 
-class ForkedPlace:
-    """As the node says that forked this rank: it may meet the others in one attempt after the other."""
+class ForkedContext:
+    """The context of a rank that its node agent has forked; it may meet the others in one attempt after the other."""
 
     def __init__(self, job: Job, rank: int, attempt: int, endpoint: tuple[str, int]) -> None:
         self._job, self.rank, self.world_size = job, rank, job.scenario.topology.world_size
         self.attempt, self._endpoint = attempt, endpoint
 
-    def join(self, backend: str) -> Met:
+    def rendezvous(self, backend: str) -> RendezvousResult:
         # A store that outlives all ranks needs a name for each attempt: addresses of the dead must not be read.
-        store = PrefixStore(f"attempt{self.attempt}", self._meeting_place())
+        store = PrefixStore(f"attempt{self.attempt}", self._store())
         dist.init_process_group(
             backend, store=store, rank=self.rank, world_size=self.world_size, timeout=COLLECTIVE_TIMEOUT
         )
-        return Met(dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT), self.attempt)
+        return RendezvousResult(dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT), self.attempt)
 
     def address(self) -> str:
         return _emulated(self._job, self.rank)
 
-    def _meeting_place(self) -> TCPStore:
+    def _store(self) -> TCPStore:
         host, port = self._endpoint
         try:
             return TCPStore(host, port, is_master=False, timeout=JOIN_TIMEOUT)
@@ -103,8 +102,8 @@ class ForkedPlace:
             raise UnreachableError(f"rank {self.rank} cannot reach {host}:{port}: {error}") from None
 
 
-def end_groups() -> None:
-    """Ends all process groups, also those that wait for a dead peer; nothing of them may be referred to any more.
+def shut_down_process_groups() -> None:
+    """Shuts down all process groups, also those that wait for a dead peer; nothing may refer to them any more.
 
     gloo cannot be told to give up: what is queued goes on in threads of its own, would write into tensors that have
     been restored meanwhile, and a group that ends waits for it. Without connections all of it fails at once.
@@ -126,5 +125,13 @@ def _shut(fd: int) -> None:
             sock.shutdown(socket.SHUT_RDWR)
 
 
+def own_address(peer: str) -> str:
+    """Returns the address of the interface by which this machine reaches `peer`; sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((peer, 9))
+        return str(probe.getsockname()[0])
+
+
 def _emulated(job: Job, rank: int) -> str:
+    """Returns the address of the rank's node on this machine."""
     return job.addresses[job.scenario.topology.node_of(rank)]

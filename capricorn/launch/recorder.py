@@ -27,7 +27,7 @@ from capricorn.records.samples import (
     read_samples,
 )
 from capricorn.systems.interface import CheckpointSystem, Counters, RestoreReport
-from capricorn.trainer.loop import Measured
+from capricorn.trainer.loop import TrainedIteration
 from capricorn.units import Bytes, Seconds
 
 PERSISTS: Final = ("persisted", "failed_persists", "skipped_persists")
@@ -91,7 +91,7 @@ class Recorder(TrainerHook):
         append(self._dir / EVENTS, EventSample.model_validate(values))
         self._before = replace(now)
 
-    def iteration(self, measured: Measured) -> None:
+    def iteration(self, measured: TrainedIteration) -> None:
         """Writes the sample of a finished iteration, and what was collected during it."""
         now, before = self._system.counters(), self._before
         sample = IterationSample(
@@ -164,17 +164,17 @@ class Recorder(TrainerHook):
 
 
 def _persists(now: Counters, before: Counters) -> dict[str, Any]:
-    """What became of checkpoints that were to go to disk."""
+    """Returns what became of checkpoints that were to go to the persistent tier."""
     return {name: getattr(now, name) - getattr(before, name) for name in PERSISTS}
 
 
 def was_ever_complete(run_dir: Path) -> bool:
-    """Whether some checkpoint of the run has been complete on all ranks, by its records."""
+    """Returns whether some checkpoint of the run has been complete on all ranks, by its records."""
     samples = read_samples(run_dir / ITERATIONS, IterationSample)
     return any(sample.completed or sample.latest_complete for sample in samples)
 
 
 def _rss_bytes() -> Bytes:
-    """Resident memory of this process without what it maps of tmpfs, which is the store's."""
+    """Returns the resident memory of this process without what it maps of tmpfs, which is the store's."""
     status = Path("/proc/self/status").read_text()
     return 1024 * sum(int(kib) for kib in re.findall(r"^Rss(?:Anon|File):\s+(\d+) kB", status, re.MULTILINE))

@@ -1,4 +1,4 @@
-"""Where the ranks meet: a store outside of every failure domain, so that any node may be lost, the first too."""
+"""The rendezvous store, where the ranks find each other: outside of every failure domain, as any node may be lost."""
 
 from __future__ import annotations
 

@@ -9,11 +9,13 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
-from capricorn.emulation.fabric import Entry
-from capricorn.emulation.testbed import Ground
+from capricorn.emulation.fabric import NamespaceEntry
+from capricorn.emulation.testbed import NetworkBackend
 from capricorn.errors import ConfigError
 from capricorn.launch.nodes import GaveUpError
+from capricorn.launch.restart_policy import RestartBudget
 from capricorn.records.job_file import Job
 from capricorn.runtime.store.node_store import NodeStore
 from capricorn.units import Seconds
@@ -25,27 +27,67 @@ JOIN_TIMEOUT_S = 300
 STOP_TIMEOUT_S: Seconds = 10.0
 
 
-class Rendezvous:
-    """Where the agents meet: our own store for emulated nodes, else what the user named."""
+class ChildProcess(Protocol):
+    """A child of this process; `subprocess.Popen` is one."""
 
-    def __init__(self, job: Job, ground: Ground, log_dir: Path) -> None:
-        """Starts the store if it is ours; it takes over the ground's listener.
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: Seconds | None = None) -> int: ...
+
+    def terminate(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+def spawn(
+    entry: NamespaceEntry,
+    module: Sequence[str],
+    log: Path,
+    *,
+    env: dict[str, str] | None = None,
+    pass_fds: tuple[int, ...] = (),
+) -> subprocess.Popen[bytes]:
+    """Starts a module where the entry leads; it prints to the log."""
+    # A session of its own: a Ctrl-C at the terminal is for the launcher, which ends the others in order.
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            [*entry.prefix, *module],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **(env or {})},
+            pass_fds=(*entry.pass_fds, *pass_fds),
+            start_new_session=True,
+        )
+
+
+class Rendezvous:
+    """The endpoint at which the agents meet: our own store for emulated nodes, else the one the user named."""
+
+    def __init__(self, job: Job, network: NetworkBackend, log_dir: Path, spawn: Callable[..., ChildProcess]) -> None:
+        """Starts the store if it is ours; it takes over the network's listener.
+
+        Args:
+            job: what is run.
+            network: the backend that the nodes are in.
+            log_dir: where the store writes what it prints.
+            spawn: starts a process, as `spawn` does.
 
         Raises:
             ConfigError: this machine is to host the user's endpoint and its port is taken.
         """
         launch = job.scenario.launch
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ChildProcess | None = None
         if launch.nnodes:
             self.endpoint = launch.rdzv_endpoint
             if launch.node_rank == 0:
                 _check_port(self.endpoint)
             return
-        with ground.listener as listener:
+        with network.listener as listener:
             self.endpoint = "{}:{}".format(*listener.getsockname())
             module = ("capricorn.launch.rendezvous", str(listener.fileno()))
             log = log_dir / "rendezvous.log"
-            self._process = _spawn(ground.enter_switch(), module, log, pass_fds=(listener.fileno(),))
+            self._process = spawn(network.enter_switch(), module, log, pass_fds=(listener.fileno(),))
 
     def stop(self) -> None:
         if self._process is not None:
@@ -55,28 +97,47 @@ class Rendezvous:
 class TorchrunNodes:
     """The nodes on this machine, each with an agent of torchrun, which starts its ranks again; implements `Nodes`."""
 
-    def __init__(self, job: Job, ground: Ground, log_dir: Path, on_replace: Callable[[int], None]) -> None:
-        """`on_replace` is told of each node that is replaced, before its successor starts."""
-        self._job, self._ground, self._log_dir, self._on_replace = job, ground, log_dir, on_replace
+    def __init__(
+        self,
+        job: Job,
+        network: NetworkBackend,
+        log_dir: Path,
+        on_replace: Callable[[int], None],
+        *,
+        spawn: Callable[..., ChildProcess] = spawn,
+        sleep: Callable[[Seconds], object] = time.sleep,
+    ) -> None:
+        """Starts nothing yet.
+
+        Args:
+            job: what is run.
+            network: the backend that the nodes are in.
+            log_dir: where each process writes what it prints.
+            on_replace: is told of each node that is replaced, before its successor starts.
+            spawn: starts a process.
+            sleep: waits.
+        """
+        self._job, self._network, self._log_dir, self._on_replace = job, network, log_dir, on_replace
+        self._spawn, self._sleep = spawn, sleep
         launch = job.scenario.launch
         self._nodes = [launch.node_rank] if launch.nnodes else list(range(job.scenario.cluster.nodes))
-        self._replacements_left = launch.max_restarts + len(job.scenario.faults)
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._replacements = RestartBudget(launch.max_restarts + len(job.scenario.faults))
+        self._processes: dict[int, ChildProcess] = {}
         self._rendezvous: Rendezvous | None = None
 
     def start(self) -> None:
-        self._rendezvous = Rendezvous(self._job, self._ground, self._log_dir)
+        self._rendezvous = Rendezvous(self._job, self._network, self._log_dir, self._spawn)
         self._job_file, self._endpoint = self._job.write(), self._rendezvous.endpoint
         for node in self._nodes:
             self._start_node(node)
 
     def wait(self, timeout_s: Seconds) -> None:
-        time.sleep(timeout_s)
+        self._sleep(timeout_s)
         for node, code in self._exit_codes().items():
-            if code > 0 or (code < 0 and self._replacements_left == 0):
+            if code > 0:  # torchrun has restarted the ranks as often as it may
                 raise GaveUpError(node)
             if code < 0:
-                self._replacements_left -= 1
+                self._replacements.spend(node)
                 self._on_replace(node)
                 self._start_node(node)
 
@@ -86,7 +147,7 @@ class TorchrunNodes:
         return len(codes) == len(self._nodes) and not any(codes.values())
 
     def progressed(self) -> None:
-        """Whether ranks hang is torchrun's affair."""
+        """Does nothing: torchrun sees to ranks that hang."""
 
     def stop(self) -> None:
         for process in self._processes.values():
@@ -99,7 +160,7 @@ class TorchrunNodes:
             self._rendezvous.stop()
 
     def _exit_codes(self) -> dict[int, int]:
-        """Of the agents that have ended: node -> exit code, negative for the signal that ended it."""
+        """Returns by node the exit codes of the agents that have ended, negative for the signal that ended one."""
         codes = {node: process.poll() for node, process in self._processes.items()}
         return {node: code for node, code in codes.items() if code is not None}
 
@@ -107,12 +168,12 @@ class TorchrunNodes:
         """Starts the agent of a node, anew if there was one."""
         NodeStore.create(self._job.node_dir(node), self._job.run_id, node, self._job.scenario.topology)
         log, env = self._log_dir / f"node{node}.log", self._environment()
-        self._processes[node] = _spawn(self._ground.enter_node(node), self._module(node), log, env=env)
+        self._processes[node] = self._spawn(self._network.enter_node(node), self._module(node), log, env=env)
 
     def _module(self, node: int) -> list[str]:
         scenario = self._job.scenario
         launch = scenario.launch
-        where = ["--node-rank", str(node)] if launch.nnodes else ["--local-addr", self._ground.address(node)]
+        where = ["--node-rank", str(node)] if launch.nnodes else ["--local-addr", self._network.address(node)]
         conf = {
             "join_timeout": JOIN_TIMEOUT_S,
             "keep_alive_interval": KEEP_ALIVE_INTERVAL_S,
@@ -135,27 +196,11 @@ class TorchrunNodes:
         # With torch 2.13 restarted ranks read the addresses of the dead attempt from the agent's shared store.
         settings = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONUNBUFFERED": "1"}
         if not self._job.scenario.launch.nnodes:
-            settings["GLOO_SOCKET_IFNAME"] = self._ground.interface
+            settings["GLOO_SOCKET_IFNAME"] = self._network.interface
         return settings
 
 
-def _spawn(
-    entry: Entry, module: Sequence[str], log: Path, *, env: dict[str, str] | None = None, pass_fds: tuple[int, ...] = ()
-) -> subprocess.Popen[bytes]:
-    # A session of its own: a Ctrl-C at the terminal is for the launcher, which ends the others in order.
-    with log.open("ab") as output:
-        return subprocess.Popen(
-            [*entry.prefix, *module],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **(env or {})},
-            pass_fds=(*entry.pass_fds, *pass_fds),
-            start_new_session=True,
-        )
-
-
-def _stop(process: subprocess.Popen[bytes], timeout_s: Seconds = STOP_TIMEOUT_S) -> None:
+def _stop(process: ChildProcess, timeout_s: Seconds = STOP_TIMEOUT_S) -> None:
     with contextlib.suppress(ProcessLookupError):
         process.terminate()
     try:

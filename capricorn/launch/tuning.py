@@ -18,13 +18,13 @@ from capricorn.units import Seconds
 
 
 def needs_tuning(scenario: Scenario) -> bool:
-    """Whether a run of it has to be preceded by `tune`."""
+    """Returns whether a run of the scenario has to be preceded by `tune`."""
     tunes = find(scenario.system.name).tunes
     return bool(tunes) and getattr(settings_of(scenario), tunes) == AUTO
 
 
 def tune(scenario: Scenario, out: Path, listener: RunListener) -> tuple[Scenario, str]:
-    """The scenario with the factor mu that suits it best, and the run that showed it; none if nothing depends on it.
+    """Returns the scenario with the factor mu that suits it best, and the run that showed it; empty if none was needed.
 
     Several factors are tried in turn, an iteration each; the one with the shortest median iteration is taken.
 
@@ -42,7 +42,7 @@ def tune(scenario: Scenario, out: Path, listener: RunListener) -> tuple[Scenario
 
 
 def sweep_of(scenario: Scenario) -> Scenario:
-    """The run in which the factors are tried: the same work, cut off when each has had its iterations."""
+    """Returns the run in which the factors are tried: the same work, cut off when each has had its iterations."""
     config = settings_of(scenario)
     iterations = config.profile_iterations + UNPLANNED + num_swept(config) + 1
     train = scenario.train.model_copy(update={"iterations": iterations, "warmup": config.profile_iterations})

@@ -1,6 +1,16 @@
-"""One rank: meets the others, takes the newest checkpoint that all have, trains, drains; and again after a failure.
+"""One rank of a run, attempt after attempt; the first start and the hundredth do the same:
 
-Whether it is the first start or the hundredth, it does the same.
+| phase      | what the rank does                                                     | collective | event written |
+|------------|------------------------------------------------------------------------|------------|---------------|
+| rendezvous | meets the others, makes the process groups of the attempt              | yes        | `started`     |
+| attach     | makes or keeps what it trains, compares the data, attaches the system  | yes        | `ready`       |
+| restore    | takes the newest checkpoint that all ranks have, if there is one       | yes        | `resumed`     |
+| train      | iterations up to the last                                              | yes        |               |
+| drain      | waits until requested checkpoints are complete, and leaves with all    | yes        | `finished`    |
+| fail       | after an error or SIGTERM in any phase: says why, closes the system    | no         | `failed`      |
+| leave      | if it was forked and may stay: shuts down the groups, awaits an order  | no         |               |
+
+A rank that may not leave this way ends its process, and its successor begins with the first phase.
 """
 
 from __future__ import annotations
@@ -13,7 +23,6 @@ import sys
 import traceback
 from pathlib import Path
 from types import FrameType
-from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -24,8 +33,15 @@ from capricorn.errors import CapricornError, ConfigError, NoCompleteCheckpointEr
 from capricorn.faults.injector import FaultInjector
 from capricorn.faults.process_registry import register_worker
 from capricorn.hooks import HookChain
+from capricorn.launch.launch_messages import AttemptLeft, StartAttempt, receive, to_bytes
 from capricorn.launch.nodes import FAILED, UNREACHABLE
-from capricorn.launch.rank_context import ForkedPlace, Place, TorchrunPlace, UnreachableError, end_groups
+from capricorn.launch.rank_context import (
+    ForkedContext,
+    RankContext,
+    TorchrunContext,
+    UnreachableError,
+    shut_down_process_groups,
+)
 from capricorn.launch.recorder import Recorder, was_ever_complete
 from capricorn.process import die_with_parent
 from capricorn.records.job_file import FATAL, Job
@@ -35,9 +51,7 @@ from capricorn.systems.interface import CheckpointSystem, JobContext
 from capricorn.systems.registry import load_system
 from capricorn.systems.settings import settings_of
 from capricorn.trainer.loop import StallMeter, Trainer
-from capricorn.trainer.training import Training
-
-LEFT: Final = b"left"
+from capricorn.trainer.training import RankTraining
 
 
 def main() -> None:
@@ -46,7 +60,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _leave)
     job = Job.read(Path(sys.argv[1]))
     torch.set_num_threads(1)  # results are bit-reproducible at a fixed number of threads only
-    worker = Worker(job, TorchrunPlace(job))
+    worker = Worker(job, TorchrunContext(job))
     try:
         worker.run()
     except BaseException as error:  # noqa: BLE001 - also SIGTERM; the process ends below
@@ -56,12 +70,12 @@ def main() -> None:
         os._exit(FAILED)
 
 
-def run_forked(job: Job, place: ForkedPlace, orders: socket.socket) -> int:
-    """Runs a rank for the node that forked it, in one attempt after the other; yields the exit code.
+def run_forked(job: Job, context: ForkedContext, link: socket.socket) -> int:
+    """Runs a rank for the node agent that forked it, in one attempt after the other; returns the exit code.
 
-    When it has left an attempt it says LEFT on `orders` and waits for the number of the next.
+    When it has left an attempt it says so over the link and waits to be told the next.
     """
-    worker = Worker(job, place)
+    worker = Worker(job, context)
     while (error := _attempt(worker)) is not None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         worker.fail(error)
@@ -70,17 +84,16 @@ def run_forked(job: Job, place: ForkedPlace, orders: socket.socket) -> int:
         # Its frames hold the trainer, the activations of an iteration, and groups that are to end.
         traceback.clear_frames(error.__traceback__)
         error.__traceback__ = error.__context__ = error.__cause__ = None
-        worker.part()
-        orders.send(LEFT)
-        order = orders.recv(64)
-        if not order:  # the node has ended
+        worker.leave_attempt()
+        link.send(to_bytes(AttemptLeft(attempt=context.attempt)))
+        if not (order := receive(link)):  # the node has ended
             return FAILED
-        place.attempt = int(order)
+        context.attempt = StartAttempt.model_validate_json(order).attempt
     return 0
 
 
 def _attempt(worker: Worker) -> BaseException | None:
-    """Runs a worker until it is done, or to the error that ends it; SIGTERM, which a node sends to end it, is one."""
+    """Runs a worker through an attempt; returns the error that ended it, such as SIGTERM, by which a node ends it."""
     signal.signal(signal.SIGTERM, _leave)
     try:
         try:
@@ -99,15 +112,15 @@ def _leave(signum: int, frame: FrameType | None) -> None:
 class Worker:
     """One rank from its start to its end."""
 
-    def __init__(self, job: Job, place: Place) -> None:
-        self._job, self._place, self._rank = job, place, place.rank
+    def __init__(self, job: Job, context: RankContext) -> None:
+        self._job, self._context, self._rank = job, context, context.rank
         emulation, model = job.scenario.emulation, job.scenario.model
-        self._pacer = Pacer(emulation.pace, model, self._rank, place.world_size) if emulation else None
+        self._pacer = Pacer(emulation.pace, model, self._rank, context.world_size) if emulation else None
         self._routes = self._open_routes()
-        self._training: Training | None = None
+        self._training: RankTraining | None = None
         self._iteration = 0
         self._is_training = False
-        self._start_anew()
+        self._reset()
 
     def run(self) -> None:
         """Trains to the last iteration.
@@ -117,9 +130,9 @@ class Worker:
         """
         register_worker(self._job.run_dir, self._rank)
         device = self._device()
-        self._join(device)
+        self._rendezvous(device)
         self._recorder.event("started", f"pid {os.getpid()}")
-        self._make_ready(device)
+        self._attach(device)
         self._is_training = True
         for iteration in range(self._iteration + 1, self._job.scenario.train.iterations + 1):
             self._iteration = iteration
@@ -137,25 +150,26 @@ class Worker:
         self._system.close()
 
     def can_stay(self, error: BaseException) -> bool:
-        """Whether this process may go on in the next attempt, with its model and optimizer where they are.
+        """Returns whether this process may go on in the next attempt, with its model and optimizer where they are.
 
         Before the first checkpoint the initial state is needed again, which a new process has.
         """
         is_lost = isinstance(error, UnreachableError) or self._training is None
         return not is_lost and self._system.can_be_replaced and was_ever_complete(self._job.run_dir)
 
-    def part(self) -> None:
-        """Leaves the groups of the attempt that has failed, and forgets all of it but what was trained."""
+    def leave_attempt(self) -> None:
+        """Shuts down the groups of the attempt that has failed, and forgets all of it but what was trained."""
         assert self._training is not None
         for name in ("_control", "_trainer"):  # the attempt may have ended before it had a trainer
             vars(self).pop(name, None)
         self._training.leave()
-        self._start_anew()
-        end_groups()
+        self._reset()
+        shut_down_process_groups()
 
-    def _start_anew(self) -> None:
+    def _reset(self) -> None:
+        """Forgets the attempt before this one; each has a system and a recorder of its own."""
         self._system: CheckpointSystem = load_system(self._job.scenario.system.name)()
-        self._recorder = Recorder(self._job, self._rank, self._place.attempt, self._system, self._pacer)
+        self._recorder = Recorder(self._job, self._rank, self._context.attempt, self._system, self._pacer)
         self._iteration = 0
         self._is_training = False
 
@@ -166,26 +180,27 @@ class Worker:
         torch.cuda.set_device(device)
         return device
 
-    def _join(self, device: torch.device) -> None:
-        """Meets the other ranks and settles with them who is who and how often the job has started."""
-        met = self._place.join("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-        self._control, self._attempt = met
+    def _rendezvous(self, device: torch.device) -> None:
+        """Meets the other ranks, and learns how often the job has started; collective."""
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        self._control, self._attempt = self._context.rendezvous(backend)
         self._recorder = Recorder(self._job, self._rank, self._attempt, self._system, self._pacer)
 
-    def _make_ready(self, device: torch.device) -> None:
+    def _attach(self, device: torch.device) -> None:
+        """Makes all that trains, and attaches the system to it; collective."""
         if self._training is None:
-            self._training = Training(self._job, self._rank, device, self._routes)
+            self._training = RankTraining(self._job, self._rank, device, self._routes)
         else:
             self._training.rejoin()
         training = self._training
         self._check_same_data(training.batches.digest)
         injector = FaultInjector(self._job, self._rank, self._attempt)
-        self._system.attach(self._context(device, injector), training.state)
+        self._system.attach(self._job_context(device, injector), training.state)
         self._recorder.event("ready")
         self._restore()
         meter = StallMeter(self._system)
         faults = self._job.scenario.faults
-        hooks = (meter, injector if faults else None, training.loads, self._recorder, self._pacer)
+        hooks = (meter, injector if faults else None, training.forced_routing, self._recorder, self._pacer)
         hook = HookChain(hook for hook in hooks if hook is not None)
         self._trainer = Trainer(training.model, training.optimizer, training.batches, device, meter, hook)
 
@@ -194,7 +209,7 @@ class Worker:
         if maximum(self._control, mine) != mine or -maximum(self._control, -mine) != mine:
             raise ConfigError(f"rank {self._rank} reads other data than the others; give all nodes the same --data")
 
-    def _context(self, device: torch.device, injector: FaultInjector) -> JobContext:
+    def _job_context(self, device: torch.device, injector: FaultInjector) -> JobContext:
         scenario = self._job.scenario
         node = scenario.topology.node_of(self._rank)
         return JobContext(
@@ -207,9 +222,8 @@ class Worker:
             config=scenario.system,
             planner=scenario.planner,
             store_dir=self._job.node_dir(scenario.launch.node_rank if scenario.launch.nnodes else node),
-            address=self._place.address(),
+            address=self._context.address(),
             routes=injector.routes(self._routes),
-            store_tap=injector.store_tap,
             storage_dir=self._job.storage_dir,
             files_dir=self._job.files_dir,
             settings=settings_of(scenario),
@@ -219,7 +233,7 @@ class Worker:
         )
 
     def _open_routes(self) -> dict[int, Route]:
-        """By rank: the way there over links that are paced in user space, if they are."""
+        """Returns by rank the way there over links that are paced in user space; empty where links are not."""
         if self._job.links_dir is None:
             return {}
         scenario = self._job.scenario
@@ -228,6 +242,7 @@ class Worker:
         return links.routes(node_of_rank[self._rank], node_of_rank)
 
     def _restore(self) -> None:
+        """Takes the newest checkpoint that all ranks have; collective."""
         try:
             report = self._system.restore()
         except NoCompleteCheckpointError:
@@ -242,6 +257,7 @@ class Worker:
         self._recorder.event("resumed", detail, iteration=report.iteration, restored=report)
 
     def _finish(self) -> None:
+        """Completes the checkpoints and leaves together with the others; collective."""
         assert self._training is not None
         detail = ""
         try:
@@ -256,7 +272,7 @@ class Worker:
 
 
 def _in_words(error: BaseException) -> str:
-    """The first sentence, without the source position that gloo puts in front."""
+    """Returns an error's first sentence, without the source position that gloo puts in front."""
     text = re.sub(r"^\[[^]]*\] *", "", str(error).partition("\n")[0]).partition(". ")[0]
     return f"{type(error).__name__}: {text}"
 

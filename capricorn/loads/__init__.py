@@ -1,1 +1,1 @@
-"""Expert loads that are given instead of routed: made up, or from a trace, and dealt out to tokens."""
+"""Expert loads from a load source instead of the router, synthetic or from a trace, and the routing they force."""

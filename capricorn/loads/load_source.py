@@ -1,4 +1,4 @@
-"""The shares that the settings of a run ask for, wherever they come from."""
+"""The shares that the load source of a run gives, whichever it is."""
 
 from __future__ import annotations
 
@@ -11,8 +11,14 @@ from capricorn.loads.synthetic import PHASES, synthetic_shares
 from capricorn.sizing.memory import num_moe_layers
 
 
-def given_shares(loads: LoadsConfig, model: ModelConfig, *, num_iterations: int, seed: int) -> Shares | None:
-    """The shares [iterations, MoE layers, experts] of a run, or None if its router decides.
+def source_shares(loads: LoadsConfig, model: ModelConfig, *, num_iterations: int, seed: int) -> Shares | None:
+    """Returns the shares [iterations, MoE layers, experts] of a run, or None if its router decides.
+
+    Args:
+        loads: the load source, and where a run begins in it.
+        model: whose experts they are.
+        num_iterations: of the run.
+        seed: of synthetic loads.
 
     Raises:
         ConfigError: the source is neither the router nor a phase nor a trace that suits the model.

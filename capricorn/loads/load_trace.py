@@ -1,4 +1,4 @@
-"""Shares of the experts in a training's load, as a trace gives them. Knows no model, no router and no tensor.
+"""The experts' shares of a training's load, read from a trace. Knows no model, no router and no tensor.
 
 Shapes: I iterations of a run, M MoE layers, E experts, S samples of a trace.
 """
@@ -22,9 +22,9 @@ KEYS = ("iterations", "load_share")
 
 
 def cap_shares(load: npt.ArrayLike, top_k: int) -> Shares:
-    """The loads [..., E] as shares: each row sums to 1 and none exceeds 1/top_k, the most an expert can get.
+    """Returns the loads [..., E] as shares: each row sums to 1 and none exceeds 1/top_k, the most an expert can get.
 
-    What is cut off goes to the other experts in proportion to their loads, or alike if they have none.
+    The excess goes to the other experts in proportion to their loads, or alike if they have none.
     """
     share = np.asarray(load, dtype=np.float64)
     share = share / share.sum(-1, keepdims=True)
@@ -50,7 +50,7 @@ class TraceSize(NamedTuple):
 
 
 def trace_size(path: Path) -> TraceSize:
-    """What there is to take from a trace.
+    """Returns how much a trace holds.
 
     Raises:
         ConfigError: the file cannot be read or is no trace.
@@ -62,10 +62,18 @@ def trace_size(path: Path) -> TraceSize:
 def trace_shares(
     path: Path, *, num_layers: int, num_experts: int, top_k: int, first: int, num_iterations: int
 ) -> Shares:
-    """The shares [I, M, E] that a trace has from its iteration `first` on, interpolated between its samples.
+    """Returns the shares [I, M, E] of a trace from its iteration `first` on, interpolated between its samples.
 
     Before its first and after its last sample a trace stays as it is there. The layers are taken spread evenly over
     those of the trace; if it has a multiple of the experts, neighbours are merged.
+
+    Args:
+        path: the .npz file.
+        num_layers: M.
+        num_experts: E.
+        top_k: experts of each token.
+        first: iteration of the trace that the run begins with.
+        num_iterations: I.
 
     Raises:
         ConfigError: the file cannot be read, is no trace, or its experts do not divide among the model's.
@@ -95,7 +103,7 @@ def trace_shares(
 
 
 def _read(path: Path) -> tuple[Ints, Shares]:
-    """The iterations [S] and loads [S, layers, experts] of a trace, checked."""
+    """Returns the iterations [S] and loads [S, layers, experts] of a trace, checked."""
     try:
         with path.open("rb") as stream:
             if not zipfile.is_zipfile(stream):
@@ -121,7 +129,7 @@ def _read(path: Path) -> tuple[Ints, Shares]:
 
 
 def _fault(iterations: npt.NDArray[np.generic], load: npt.NDArray[np.generic]) -> str:
-    """What is wrong with the arrays of a trace and what they should be, or nothing."""
+    """Returns, in words, how the arrays of a trace are wrong and how they should be; empty if they are right."""
     if iterations.dtype.kind not in "iu" or iterations.ndim != 1 or not len(iterations):
         return f"iterations is {_describe(iterations)}; write a list of whole numbers"
     if load.dtype.kind not in "iuf" or load.ndim != 3 or not load.size or len(load) != len(iterations):

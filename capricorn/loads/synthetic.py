@@ -1,4 +1,4 @@
-"""Expert loads made up to look like those of a training, in one of its phases. Knows no file and no token.
+"""Synthetic expert loads, like those of a training in one of its phases. Knows no file and no token.
 
 Shapes: I iterations of a run, N iterations of the phase up to its end, M MoE layers, E experts.
 """
@@ -32,7 +32,7 @@ class Phase(NamedTuple):
     drift_iterations: float
     noise_sd: float
     rise: Curve = ((1,), (1.0,))
-    """The weight of the fixed and drifting parts."""
+    """Weight of the fixed and drifting parts."""
     swap: Curve = ((1,), (0.0,))
     """How far the experts have moved on to other ranks."""
 
@@ -50,9 +50,18 @@ PHASES = tuple(_PHASES)
 def synthetic_shares(
     phase: str, *, num_layers: int, num_experts: int, top_k: int, first: int, num_iterations: int, seed: int
 ) -> Shares:
-    """The shares [I, M, E] from iteration `first` of the phase on; each row sums to 1, none exceeds 1/top_k.
+    """Returns the shares [I, M, E] from iteration `first` of the phase on; each row sums to 1, none exceeds 1/top_k.
 
     A row depends on the seed, layer and iteration of the phase, not on which others are asked for.
+
+    Args:
+        phase: its name.
+        num_layers: M.
+        num_experts: E.
+        top_k: experts of each token.
+        first: iteration of the phase that the run begins with.
+        num_iterations: I.
+        seed: of the random parts.
 
     Raises:
         ConfigError: there is no such phase.
@@ -68,7 +77,7 @@ def synthetic_shares(
 
 
 def _logits(phase: Phase, num_experts: int, num_iterations: int, rng: np.random.Generator) -> Shares:
-    """The logits [N, E] of one layer."""
+    """Returns the logits [N, E] of one layer."""
     rank_E = 1 + np.arange(num_experts)
     slope, tail_from = rng.uniform(*phase.slope), rng.integers(10, 22) * num_experts / SIZED_FOR
     ranked_E = -slope * np.log(rank_E) - phase.tail * (rank_E >= round(tail_from))
@@ -85,7 +94,7 @@ def _logits(phase: Phase, num_experts: int, num_iterations: int, rng: np.random.
 
 
 def _ornstein_uhlenbeck(normal_NE: Shares, time_constant: float) -> Shares:
-    """Processes [N, E] of variance 1 that forget their past within about `time_constant` iterations."""
+    """Returns processes [N, E] of variance 1 that forget their past within about `time_constant` iterations."""
     kept = np.exp(-1 / time_constant)
     drift_NE: Shares = np.sqrt(1 - kept**2) * normal_NE
     drift_NE[:1] = normal_NE[:1]

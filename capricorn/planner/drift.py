@@ -8,14 +8,14 @@ from math import pi, sqrt
 from statistics import NormalDist, fmean
 
 TIME_CONSTANT = 15
-"""Iterations over which loads are smoothed."""
+"""Number of iterations over which loads are smoothed."""
 _ABS_TO_DEVIATION = sqrt(pi) / 2  # from the mean absolute difference of two values
 _MEAN_ABS, _DEVIATION_ABS = 0.8, 0.6  # of the absolute value of a standard normal
 _SURE = 2.0  # deviations beyond which the mean over the layers is no noise
 
 
 class _LayerLoad:
-    """Smoothed load of each rank in one layer, since the last restart."""
+    """The smoothed load of each rank in one layer, since the last restart."""
 
     def __init__(self) -> None:
         self._last: tuple[float, ...] = ()
@@ -37,7 +37,7 @@ class _LayerLoad:
         self._note_noise(tokens)
 
     def _note_noise(self, tokens: Sequence[int]) -> None:
-        """Differences from one iteration to the next are noise; what moves slowly does not show in them."""
+        """Learns the noise from the differences between iterations, in which slow movements do not show."""
         if self._last:
             most = max(range(len(tokens)), key=self._smoothed.__getitem__)
             self._num_differences += 1
@@ -49,7 +49,10 @@ class _LayerLoad:
         self._reference = (max(self._smoothed), self._variance) if self._smoothed else None
 
     def change(self) -> tuple[float, float, float] | None:
-        """Since the mark, relative to it: of the largest smoothed load, its deviation by noise alone, and its bias."""
+        """Returns the change since the mark, relative to it; None while it is unknown.
+
+        That is: the change of the largest smoothed load, its standard deviation by noise alone, and its bias.
+        """
         if self._reference is None or not self._smoothed or not self._num_differences or self._reference[0] <= 0:
             return None
         load, variance = self._reference
@@ -62,7 +65,10 @@ class _LayerLoad:
 
 @cache
 def _excess(count: int) -> float:
-    """Mean of the largest of so many standard normal values. Source: Blom, Statistical Estimates, 1958."""
+    """Returns the mean of the largest of so many standard normal values.
+
+    Source: Blom, Statistical Estimates, 1958.
+    """
     return NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
 
 
@@ -73,21 +79,24 @@ class DriftMeter:
         self._layers: dict[int, _LayerLoad] = {}
 
     def note(self, layer: int, tokens: Sequence[int]) -> None:
-        """Token assignments by rank, of one iteration."""
+        """Notes the token assignments of one iteration, by rank."""
         self._layers.setdefault(layer, _LayerLoad()).note(tokens)
 
     def restart(self) -> None:
-        """What is measured from now on makes the next plan, so it is to be compared with that alone."""
+        """Starts to smooth anew: the next plan is made from later measurements, and compared with those alone."""
         for load in self._layers.values():
             load.restart()
 
     def mark(self) -> None:
-        """A plan has been made from what was measured since the restart."""
+        """Notes that a plan has been made from what was measured since the restart."""
         for load in self._layers.values():
             load.mark()
 
     def drift(self) -> float:
-        """Mean over the layers of the relative change of the most loaded rank's load since the mark, less the noise."""
+        """Returns the relative change of the most loaded rank's load since the mark, less the noise.
+
+        It is the mean over the layers.
+        """
         changes = [change for change in (load.change() for load in self._layers.values()) if change is not None]
         if not changes:
             return 0.0

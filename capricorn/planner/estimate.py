@@ -13,14 +13,14 @@ from capricorn.units import Seconds
 FLOOR = 0.01
 """Least spread, relative to the median: few observations that agree are no certainty."""
 FITTED_FLOOR = 0.002
-"""The same of a line through many observations that lie on it."""
+"""Least spread about a line through many observations that lie on it, relative to the mean."""
 WINDOW = 64
 PRIOR_NOISE = 0.005
 """Relative noise of a span, as known from one observation before the first."""
 PRIOR_SLOPE_SPREAD = 0.3
-"""Of the slope, relative to that of a span proportional to the tokens."""
+"""Prior spread of the slope, relative to the slope of a span proportional to the tokens."""
 STEEPEST = 1.5
-"""Largest slope, in the same measure; a span never shrinks with the tokens."""
+"""Largest slope, relative to that of a span proportional to the tokens; a span never shrinks with the tokens."""
 OUTLIER = 4.0
 """Residuals beyond this many deviations are left out: an iteration that was disturbed says nothing of the load."""
 _TO_DEVIATION = 1.4826  # from the median absolute deviation of a normal distribution
@@ -28,7 +28,7 @@ _FEW = 4
 
 
 def deviations_at(risk: float) -> float:
-    """Standard deviations above the median at which a normal distribution has that quantile; 0 at 0.5."""
+    """Returns how many standard deviations above the median a normal distribution has that quantile; 0 at 0.5."""
     return NormalDist().inv_cdf(risk)
 
 
@@ -41,16 +41,12 @@ class SpanEstimate:
     """Standard deviation."""
 
     def at_s(self, deviations: float) -> Seconds:
-        """That many standard deviations above the median; never negative."""
+        """Returns the duration so many standard deviations above the median; never negative."""
         return max(0.0, self.median_s + deviations * self.spread_s)
-
-    def quantile_s(self, risk: float) -> Seconds:
-        """What it falls short of with probability `risk`; the median at 0.5."""
-        return self.at_s(deviations_at(risk))
 
 
 def estimate(observations: Sequence[Seconds]) -> SpanEstimate:
-    """Of at least one observation, however far a few of several lie off."""
+    """Estimates a duration from at least one observation; a few of several may lie off, however far."""
     median_s = median(observations)
     return SpanEstimate(median_s, max(_spread(observations, median_s), FLOOR * median_s))
 
@@ -78,17 +74,19 @@ class LoadLine:
     """Least spread."""
 
     def at(self, tokens: float) -> SpanEstimate:
-        """The span at that load; the farther from all loads seen, the less certain."""
+        """Returns the span at that load; the farther from all loads seen, the less certain."""
         off = tokens - self.tokens
         spread_s = sqrt(self.noise + self.slope_noise * off * off)
         return SpanEstimate(max(0.0, self.mean_s + self.slope * off), max(spread_s, self.floor_s))
 
     @classmethod
     def fit(cls, points: Sequence[tuple[float, Seconds]]) -> LoadLine:
-        """The line of ridge regression towards a span proportional to the tokens.
+        """Returns the line of ridge regression towards a span proportional to the tokens.
 
-        The prior weighs as Bayes' rule has it for normal noise, so it decides where the tokens hardly varied beside the
-        noise, and vanishes where they did. Source: Capricorn, CLUSTER 2025, has no such model; the rule is ours.
+        The prior weighs as Bayes' rule has it for normal noise, so it decides if the tokens hardly varied beside the
+        noise, and vanishes if they did.
+
+        Source: Capricorn, CLUSTER 2025, has no such model; the rule is ours.
         """
         n = len(points)
         x_mean, y_mean = fmean(x for x, _ in points), fmean(y for _, y in points)
@@ -114,12 +112,12 @@ class LoadFit:
         self._line: LoadLine | None = None
 
     def note(self, tokens: float, span_s: Seconds) -> None:
-        """One observation."""
+        """Adds an observation."""
         self._points.append((tokens, span_s))
         self._line = None
 
     def line(self) -> LoadLine | None:
-        """None before the first observation."""
+        """Returns the line through the observations; None before the first one."""
         if self._line is None and self._points:
             self._line = LoadLine.fit(_without_outliers(self._points, LoadLine.fit(self._points)))
         return self._line

@@ -26,9 +26,9 @@ MIN_PART_BYTES: Final = KIB
 EMULATED_BUFFER_BYTES: Final = 4 * 64 * KIB
 """On an emulated cluster: so that its chunks are as large as those of system capricorn there."""
 FACTORS: Final = (0.3, 0.5, 0.7, 0.85, 1.0)
-"""Safety factors that a sweep tries; the paper does not give the one it used."""
+"""Safety factors that a sweep tries; the paper does not name the one it used."""
 _ROUND: Final = (*FACTORS, *reversed(FACTORS))
-"""There and back, so that a machine that gets slower does so for all alike."""
+"""The factors there and back, so that a machine that gets slower does so for all alike."""
 UNPLANNED: Final = 2
 """First checkpoints of a sweep that are sent without a factor: by them the link is measured."""
 
@@ -39,13 +39,18 @@ class GeminiStagedSettings(SystemSettings):
     EMULATED: ClassVar[Mapping[str, Any]] = MappingProxyType({"buffer_bytes": EMULATED_BUFFER_BYTES})
 
     mu: Literal["auto", "sweep"] | float = Field(
-        default=AUTO, description="safety factor of a span; auto tries several on the scenario first, sweep is that try"
+        default=AUTO,
+        description="Fill this part of a span; auto tries several on the scenario first, sweep is that try",
     )
-    tuned_in: str = Field(default="", description="the run in which mu was found")
-    sweep_rounds: int = Field(default=2, gt=0, description="times that each factor is tried there and back in a sweep")
-    profile_iterations: int = Field(default=20, gt=0, description="first iterations, profiled and not checkpointed")
-    buffer_bytes: ByteCount = Field(default=128 * MIB, ge=1024, description="of all sub-buffers together, R")
-    num_buffers: int = Field(default=4, ge=2, description="sub-buffers, p")
+    tuned_in: str = Field(default="", description="Run in which mu was found")
+    sweep_rounds: int = Field(default=2, gt=0, description="Times that a sweep tries each factor, there and back")
+    profile_iterations: int = Field(
+        default=20, gt=0, description="First iterations, which are profiled and not checkpointed"
+    )
+    buffer_bytes: ByteCount = Field(
+        default=128 * MIB, ge=1024, description="Bytes of all sub-buffers together (R of the paper)"
+    )
+    num_buffers: int = Field(default=4, ge=2, description="Sub-buffers that a chunk passes through (p of the paper)")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -69,12 +74,12 @@ class GeminiSettings(GeminiStagedSettings):
 
 
 def num_swept(config: GeminiStagedSettings) -> int:
-    """Plans that a sweep makes."""
+    """Returns the number of plans that a sweep makes."""
     return config.sweep_rounds * len(_ROUND)
 
 
 def swept_factor(number: int) -> float:
-    """The factor of a sweep's plan `number`, from 0."""
+    """Returns the factor of a sweep's plan `number`, from 0."""
     return _ROUND[number % len(_ROUND)]
 
 
@@ -88,9 +93,18 @@ def partition(
     num_buffers: int,
     mu: float,
 ) -> Plan:
-    """The chunks that fill the spans, in order, to `mu` of their length; `num_remote` copies, one after the other.
+    """Returns the chunks that fill the spans, in order, to `mu` of their length; copies follow each other.
 
-    What does not fit goes into the last span, which is taken to have no end, and delays the update.
+    Chunks that do not fit go into the last span, which is taken to have no end, and delay the update.
+
+    Args:
+        spans_s: length of each idle span, in the order of the iteration.
+        link: to the holders.
+        shard_bytes: of one copy.
+        num_remote: number of copies.
+        buffer_bytes: size of all sub-buffers together.
+        num_buffers: number of sub-buffers; a chunk fits one of them.
+        mu: safety factor in (0, 1].
 
     Source: Gemini, SOSP'23, Algorithm 2. Departs: leaves a span too short for any byte, where the printed loop does not
     end; a span gets shorter by what was just put in it, not by what is left to send; ends after m - 1 remote copies,
@@ -125,19 +139,28 @@ def _limits(chunks: Sequence[Chunk], spans_s: Sequence[Seconds]) -> tuple[Limit,
 class GeminiPlanner:
     """Profiles the first iterations, and takes the spans to stay as they were; implements `Planner`.
 
-    Chunks follow the rate of the link, which is measured on line. Source: Gemini, SOSP'23, section 5.2. Departs:
-    started anew after a failure, it profiles again while checkpoints are sent as soon as they can be, since the paper
-    does not say that a profile survives.
+    Chunks follow the rate of the link, which is measured on line.
+
+    Source: Gemini, SOSP'23, section 5.2. Departs: started anew after a failure, it profiles again while checkpoints are
+    sent as soon as they can be, since the paper does not say that a profile survives.
     """
 
     drift, replanned = 0.0, False
 
     def __init__(self, config: GeminiStagedSettings, *, rank: int, num_remote: int, shard_bytes: Bytes) -> None:
+        """Makes a planner without a profile.
+
+        Args:
+            config: how it profiles and partitions.
+            rank: whose spans are filled.
+            num_remote: number of remote replicas.
+            shard_bytes: of one replica.
+        """
         self._config, self._rank, self._num_remote, self._shard_bytes = config, rank, num_remote, shard_bytes
         self._left = config.profile_iterations
         self._observed: list[tuple[Seconds, ...]] = []
         self._spans_s: list[Seconds] | None = None
-        """Once all of the profile is there."""
+        """The spans, once the profile is complete."""
         self._num_planned = 0
         self._plan = Plan(())
 
@@ -146,7 +169,7 @@ class GeminiPlanner:
         return self._left >= 0
 
     def on_routed(self, layer: int, tokens: Sequence[int]) -> None:
-        """Spans are taken to be the same in every iteration, whatever the loads."""
+        """Does nothing: spans are taken to be equal in all iterations, whatever the loads."""
 
     def observe(self, profile: IterationProfile) -> None:
         self._observed.append(profile.own_span_s(self._rank))
@@ -154,7 +177,7 @@ class GeminiPlanner:
             self._spans_s = [fmean(lengths_s) for lengths_s in zip(*self._observed, strict=True)]
 
     def note(self, iteration: int, lost_s: Seconds, cost_s: Seconds) -> None:
-        """There is nothing to adapt."""
+        """Does nothing: there is nothing to adapt."""
 
     def plan(self, iteration: int, link: LinkModel | None) -> Plan:
         config, mu = self._config, self._mu()
@@ -178,7 +201,7 @@ class GeminiPlanner:
         return self._plan.limits[span]
 
     def _mu(self) -> float | None:
-        """The factor of the next plan; None for the first of a sweep, which measure the link."""
+        """Returns the factor of the next plan; None for the first plans of a sweep, which measure the link."""
         number, self._num_planned = self._num_planned - UNPLANNED, self._num_planned + 1
         if self._config.mu == SWEEP:
             return swept_factor(number) if number >= 0 else None

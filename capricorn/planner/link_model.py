@@ -1,4 +1,4 @@
-"""What a link is to a planner: a latency and a rate, and how both are learned from transfers. Pure."""
+"""The link as a planner sees it: a latency and a rate, and how both are learned from transfers. Pure."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from capricorn.units import Bytes, BytesPerSecond, Seconds
 
 WINDOW = 32
 QUANTILE = 1 / 3
-"""Of the transfers' durations: below the median, since whatever disturbs a transfer only ever slows it."""
+"""Quantile of the transfers' durations: below the median, since whatever disturbs a transfer only ever slows it."""
 SHORTEST_S: Seconds = 1e-9
 DISTINCT = 1.1
-"""Sizes within this ratio are one size: over so short a lever noise would pass for latency."""
+"""Sizes within this ratio count as one size: over so short a lever noise would pass for latency."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +29,12 @@ class LinkModel:
         return self.latency_s + num_bytes / self.bytes_per_s
 
     def capacity_bytes(self, span_s: Seconds) -> Bytes:
-        """What one transfer can move within that time."""
+        """Returns how much one transfer can move within that time."""
         return max(0, int((span_s - self.latency_s) * self.bytes_per_s))
 
 
 class LinkEstimator:
-    """Learns latency and rate of a link from its last transfers, be some of them slowed by others.
+    """Learns latency and rate of a link from its last transfers, even if some were slowed by others.
 
     Fits a line of duration over size by quantile regression; the rule is ours.
     """
@@ -43,12 +43,12 @@ class LinkEstimator:
         self._transfers: deque[tuple[Bytes, Seconds]] = deque(maxlen=WINDOW)
 
     def note(self, num_bytes: Bytes, duration_s: Seconds) -> None:
-        """One uninterrupted transfer; one of nothing, or too short to be timed, tells nothing."""
+        """Notes one uninterrupted transfer; an empty one, or one too short to be timed, tells nothing."""
         if num_bytes > 0 and duration_s >= SHORTEST_S:
             self._transfers.append((num_bytes, duration_s))
 
     def model(self) -> LinkModel | None:
-        """None before anything is known; without latency while all transfers are of about one size."""
+        """Returns the model, without latency while all transfers are of about one size; None before the first."""
         if not self._transfers:
             return None
         sizes = [num_bytes for num_bytes, _ in self._transfers]
@@ -59,7 +59,7 @@ class LinkEstimator:
 
 
 def _best_slope(transfers: Sequence[tuple[Bytes, Seconds]]) -> float:
-    """Seconds per byte of the best line.
+    """Returns the seconds per byte of the best line.
 
     The loss is convex in the slope and has its minimum at the slope between two transfers, or between one and nothing.
     """
@@ -83,7 +83,7 @@ def _loss_s(transfers: Sequence[tuple[Bytes, Seconds]], s_per_byte: float) -> fl
 
 
 def _latency_s(transfers: Sequence[tuple[Bytes, Seconds]], s_per_byte: float) -> Seconds:
-    """The best that is not negative, to a given slope."""
+    """Returns the best latency for a slope; never negative."""
     return max(0.0, _quantile([duration_s - num_bytes * s_per_byte for num_bytes, duration_s in transfers]))
 
 

@@ -1,4 +1,4 @@
-"""The cut of a checkpoint into chunks that fill the idle spans. Pure."""
+"""The partition of a checkpoint into chunks that fill the idle spans. Pure."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from capricorn.units import Bytes
 
 LEAST_RISK = 1e-6
 RESERVE = 1.5
-"""Times the bytes of a checkpoint that the spans in use must have room for, or all are used."""
+"""The spans in use must have room for so many times the bytes of a checkpoint, or all are used."""
 SHORT = 0.25
-"""Of the longest span; the earliest of those that are longer are used first, so that replicas are soon complete."""
+"""A span below this part of the longest is short; the earliest of the others are used first, to be soon complete."""
 _HALVINGS = 24
 SLACK = 1.02
-"""Times the bytes of a checkpoint that are to fit, for what is lost where a transfer begins and ends."""
+"""So many times the bytes of a checkpoint are to fit, for what is lost where a transfer begins and ends."""
 UNUSED = SpanEstimate(0.0, 0.0)
 
 
@@ -29,23 +29,24 @@ def partition(
     max_risk: float,
     ends: Sequence[SpanEstimate] | None = None,
 ) -> Plan:
-    """The plan that fills all spans to one quantile of their durations: the lowest at which everything fits.
+    """Returns the plan that fills all spans to one quantile of their durations: the lowest at which everything fits.
 
     A byte more in a span costs in expectation the probability that the span is over before it is sent. Where these
     marginal costs differ, moving a byte from the dearer span to the cheaper one gains; so at the optimum they are equal
     in all spans, which is to fill them to one quantile. Beyond `max_risk`, the critical ratio of the newsvendor, a byte
     is cheaper left over. As long as the others have room in reserve at the lowest risk, short spans are left alone:
-    they gain little, and each span in use is one more communication to run into. Source: Capricorn, CLUSTER 2025; the
-    rule is ours.
+    they gain little, and each span in use is one more communication to run into.
 
     Args:
         spans: how long both ends of the link are idle, in the order of the iteration.
-        link: to the hosts.
+        link: to the holders.
         shard_bytes: of one replica.
         num_replicas: how many are sent, one after the other.
         max_chunk_bytes: of any chunk; positive.
         max_risk: in (0, 1).
         ends: how long the spans last on this rank; as long as `spans` if left out.
+
+    Source: Capricorn, CLUSTER 2025; the rule is ours.
     """
     num_bytes = shard_bytes * num_replicas
     used = _without_short(spans, link, RESERVE * num_bytes, min(LEAST_RISK, max_risk))
@@ -62,7 +63,7 @@ def partition(
 def _without_short(
     spans: Sequence[SpanEstimate], link: LinkModel, num_bytes: float, risk: float
 ) -> Sequence[SpanEstimate]:
-    """The spans with the short ones replaced by `UNUSED`, if the others have room for so many bytes at that risk."""
+    """Returns the spans, the short ones replaced by `UNUSED` if the others have room for so many bytes at that risk."""
     shortest_s = SHORT * max((span.median_s for span in spans), default=0.0)
     long = [span if span.median_s >= shortest_s else UNUSED for span in spans]
     return long if sum(_capacities(long, link, deviations_at(risk))) >= num_bytes else spans
@@ -73,7 +74,7 @@ def _capacities(spans: Sequence[SpanEstimate], link: LinkModel, deviations: floa
 
 
 def _least_risk(spans: Sequence[SpanEstimate], link: LinkModel, num_bytes: float, max_risk: float) -> float:
-    """The lowest at which so many bytes fit; `max_risk` if they never do."""
+    """Returns the lowest risk at which so many bytes fit; `max_risk` if they never do."""
 
     def fits(risk: float) -> bool:
         return sum(_capacities(spans, link, deviations_at(risk))) >= num_bytes
@@ -90,7 +91,7 @@ def _least_risk(spans: Sequence[SpanEstimate], link: LinkModel, num_bytes: float
 
 
 def _fill(room: Sequence[Bytes], shard_bytes: Bytes, num_replicas: int, max_chunk_bytes: Bytes) -> Iterator[Chunk]:
-    """Chunks in sending order, the spans filled one after the other; what is left goes into the overflow."""
+    """Yields the chunks in sending order, the spans filled one after the other; the rest goes into the overflow."""
     span, left = -1, 0
     for replica in range(num_replicas):
         offset = 0

@@ -1,4 +1,4 @@
-"""Which nodes keep the replicas of which node's state. Pure.
+"""Placement: which nodes keep the replicas of which node's state. Pure.
 
 Source: Gemini, SOSP'23, Algorithm 1.
 """
@@ -13,7 +13,7 @@ from capricorn.errors import ConfigError
 
 
 def groups_of(num_nodes: int, num_replicas: int) -> list[range]:
-    """Groups of consecutive nodes that keep each other's replicas; leftover nodes join the last group.
+    """Returns groups of consecutive nodes that keep each other's replicas; leftover nodes join the last group.
 
     Raises:
         ConfigError: there are fewer nodes than replicas.
@@ -27,8 +27,8 @@ def groups_of(num_nodes: int, num_replicas: int) -> list[range]:
     return [range(start, stop) for start, stop in pairwise(starts)]
 
 
-def hosts_of(node: int, num_nodes: int, num_replicas: int) -> list[int]:
-    """Nodes that keep the remote replicas of `node`, in the order it sends to them; `num_replicas` - 1 of them.
+def holders_of(node: int, num_nodes: int, num_replicas: int) -> list[int]:
+    """Returns the nodes that keep the `num_replicas` - 1 remote replicas of `node`, in the order it sends to them.
 
     A group of exactly `num_replicas` nodes sends to all its others; a larger one is a ring in which each node sends to
     its next `num_replicas` - 1.
@@ -39,14 +39,17 @@ def hosts_of(node: int, num_nodes: int, num_replicas: int) -> list[int]:
 
 
 def owners_on(node: int, num_nodes: int, num_replicas: int) -> list[int]:
-    """Nodes whose remote replicas `node` keeps."""
-    return [other for other in range(num_nodes) if node in hosts_of(other, num_nodes, num_replicas)]
+    """Returns the nodes whose remote replicas `node` keeps."""
+    return [other for other in range(num_nodes) if node in holders_of(other, num_nodes, num_replicas)]
 
 
 def recovery_probability(num_nodes: int, num_replicas: int, num_lost: int) -> float:
-    """Of so many nodes lost at once, each set of them as likely, with what probability a copy of every shard is left.
+    """Returns with what probability a copy of every shard is left when so many nodes, any of them, are lost at once.
 
     Source: Gemini, SOSP'23, section 4.2. Departs: exact for every number lost, rings included, by counting.
+
+    Raises:
+        ConfigError: there are not so many nodes, or fewer nodes than replicas.
     """
     if not 0 <= num_lost <= num_nodes:
         raise ConfigError(f"{num_lost} lost nodes of {num_nodes} make no sense; use 0 to {num_nodes}")
@@ -57,7 +60,7 @@ def recovery_probability(num_nodes: int, num_replicas: int, num_lost: int) -> fl
 
 
 def _survivable(size: int, num_replicas: int, lost: int) -> int:
-    """How many sets of so many nodes a ring can lose with a copy of each shard left.
+    """Returns how many sets of so many nodes a ring can lose with a copy of each shard left.
 
     A shard is gone with `num_replicas` nodes in a row. So between the nodes that are left there may be up to
     `num_replicas` - 1 lost ones; each such row of gaps stands for `size` rings with one of the `left` nodes marked.
@@ -72,7 +75,7 @@ def _survivable(size: int, num_replicas: int, lost: int) -> int:
 
 
 def _product(one: Sequence[int], other: Sequence[int]) -> list[int]:
-    """Of two polynomials, by their coefficients."""
+    """Returns the product of two polynomials, by their coefficients."""
     total = [0] * (len(one) + len(other) - 1)
     for i, a in enumerate(one):
         for j, b in enumerate(other):

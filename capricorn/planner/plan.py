@@ -1,4 +1,4 @@
-"""What a planner decides: which bytes of the shard go out, in which order, and in which idle span. Pure."""
+"""The decisions of a planner: which bytes of the shard go out, in which order, and in which idle span. Pure."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from capricorn.units import Bytes, Seconds
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Bytes [offset, offset + num_bytes) of a shard, sent to one host in one go."""
+    """Bytes [offset, offset + num_bytes) of a shard, sent to one holder in one go."""
 
     offset: Bytes
     num_bytes: Bytes
     span: int = 0
     """The idle span it is planned into; as many as there are spans is the overflow."""
     replica: int = 0
-    """Which of the remote replicas it belongs to, from 0."""
+    """The remote replica it belongs to, from 0."""
 
 
 class Limit(NamedTuple):
     """How far an idle span may be used."""
 
     end_s: Seconds
-    """Since its begin: when what is sent in it must have left."""
+    """Time since its begin by which everything sent in it must have left."""
     num_bytes: Bytes
-    """What is to be sent in it at most; 0 leaves the span alone, as long as the checkpoint is not late."""
+    """Most bytes to be sent in it; 0 leaves the span alone, as long as the checkpoint is not late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,54 +44,49 @@ class Plan:
 
     @property
     def planned_bytes(self) -> Bytes:
-        """What fits the idle spans."""
+        """Bytes that fit the idle spans."""
         return sum(chunk.num_bytes for chunk in self.chunks if chunk.span < len(self.limits))
-
-    @property
-    def overflow_bytes(self) -> Bytes:
-        """What does not."""
-        return sum(chunk.num_bytes for chunk in self.chunks) - self.planned_bytes
 
 
 class Planner(Protocol):
     """Decides how the checkpoint of an iteration is sent. Every rank decides alike from what all ranks know."""
 
     drift: float
-    """Of the expert loads since the plan."""
+    """Drift of the expert loads since the plan."""
     replanned: bool
     """Whether the last plan rests on a profile that no plan before it did."""
 
     def wants_profile(self, iteration: int) -> bool:
-        """Whether the ops of that iteration are to be measured."""
+        """Tells whether the ops of that iteration are to be measured."""
         ...
 
     def on_routed(self, layer: int, tokens: Sequence[int]) -> None:
-        """The router of a layer has chosen, in the iteration that runs: token assignments by rank."""
+        """Hears the choice of a layer's router, in the iteration that runs: token assignments by rank."""
         ...
 
     def observe(self, profile: IterationProfile) -> None:
-        """What was measured of an iteration for which a profile was wanted."""
+        """Takes in the profile of an iteration for which one was wanted."""
         ...
 
     def note(self, iteration: int, lost_s: Seconds, cost_s: Seconds) -> None:
-        """An iteration has ended: what collisions and overflow cost it, and what profiling and planning did."""
+        """Hears, after an iteration, what collisions and overflow cost it, and what profiling and planning did."""
         ...
 
     def plan(self, iteration: int, link: LinkModel | None) -> Plan:
-        """How to send the checkpoint of that iteration over such a link, None if unknown, while the next one trains."""
+        """Returns how to send the checkpoint of an iteration during the next one; `link` is None if it is unknown."""
         ...
 
     def limit(self, span: int) -> Limit:
-        """How far an idle span of the iteration that runs may be used, by the last plan and the loads known by now."""
+        """Returns how far a span of the running iteration may be used, by the last plan and the loads known by now."""
         ...
 
 
 class StreamPlanner:
-    """Every chunk goes out as soon as it is staged, in the order of the shard; it takes no account of idle spans."""
+    """Sends every chunk as soon as it is staged, in the order of the shard; it takes no account of idle spans."""
 
     drift, replanned = 0.0, False
     profiled_iterations = 2
-    """Measured, so that it is known what of the traffic collides."""
+    """Iterations that are measured, to know which part of the traffic collides."""
 
     def __init__(self, shard_bytes: Bytes, num_replicas: int, chunk_bytes: Bytes) -> None:
         """`num_replicas` counts the remote ones."""
@@ -103,13 +98,13 @@ class StreamPlanner:
         return self._left >= 0
 
     def on_routed(self, layer: int, tokens: Sequence[int]) -> None:
-        """Loads change nothing."""
+        """Does nothing: loads change nothing."""
 
     def observe(self, profile: IterationProfile) -> None:
-        """Nothing is asked for."""
+        """Does nothing: the plan does not depend on profiles."""
 
     def note(self, iteration: int, lost_s: Seconds, cost_s: Seconds) -> None:
-        """There is nothing to adapt."""
+        """Does nothing: there is nothing to adapt."""
 
     def plan(self, iteration: int, link: LinkModel | None) -> Plan:
         return self._plan
@@ -119,7 +114,7 @@ class StreamPlanner:
 
 
 def tile(shard_bytes: Bytes, num_replicas: int, chunk_bytes: Bytes) -> tuple[Chunk, ...]:
-    """Chunks of a size that tile the shard once for each replica, all of them overflow of no spans."""
+    """Returns chunks of one size that tile the shard once for each replica, all of them overflow."""
     offsets = range(0, shard_bytes, chunk_bytes)
     return tuple(
         Chunk(offset, min(chunk_bytes, shard_bytes - offset), replica=replica)

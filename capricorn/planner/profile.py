@@ -1,4 +1,4 @@
-"""What was measured of one iteration's ops on all ranks, and the idle spans that follow from it.
+"""The profile of one iteration, measured on all ranks, and the idle spans that follow from it.
 
 Pure data: knows no clock and no trainer.
 """
@@ -34,7 +34,7 @@ class IdleSpan:
 
 
 def spans_of(ops: Sequence[OpKey]) -> tuple[IdleSpan, ...]:
-    """The idle spans of an iteration whose ops begin in this order; a stretch without computing is none."""
+    """Returns the idle spans of an iteration whose ops begin in this order; a stretch without computing is none."""
     spans: list[IdleSpan] = []
     opens: OpKey | None = None
     computing: list[OpKey] = []
@@ -54,7 +54,7 @@ def _gate_before(closes: OpKey, computing: Sequence[OpKey]) -> OpKey | None:
 
 
 def _load_layer(closes: OpKey, computing: Sequence[OpKey]) -> int:
-    """Between dispatch and combine, in either direction, stand the experts alone."""
+    """Returns the layer whose experts alone compute in the span, as between dispatch and combine; else NO_LAYER."""
     is_expert = closes.kind in ("dispatch", "combine") and all(op.kind == "expert" for op in computing)
     return computing[0].layer if is_expert else NO_LAYER
 
@@ -78,20 +78,24 @@ class IterationProfile:
     """[W]: when the iteration began; all at 0 where left out."""
 
     def span_s(self) -> tuple[tuple[Seconds, ...], ...]:
-        """[W][spans]: from the end of the communication before, on that rank, until the last rank has come to the next.
+        """Returns the lengths of the spans [W][spans].
 
-        A rank that waits there for the last one has an idle link; it does not become shorter than nothing.
+        On each rank a span lasts from the end of the communication before until the last rank has come to the next: a
+        rank that waits there for the last one has an idle link. It is never negative.
         """
         ranks = range(len(self.ends_s))
         closed_s = self._closed_s(ranks)
         return tuple(self._lengths_s(rank, closed_s) for rank in ranks)
 
     def own_span_s(self, rank: int) -> tuple[Seconds, ...]:
-        """[spans]: the same as if that rank were alone: until it has itself come to the next communication."""
+        """Returns the lengths of the spans [spans] as if that rank were alone.
+
+        A span then lasts until this rank itself has come to the next communication.
+        """
         return self._lengths_s(rank, self._closed_s((rank,)))
 
     def moving_s(self) -> tuple[dict[OpKey, Seconds], ...]:
-        """[W]: of each communication, how long that rank is in it once the last rank has come to it."""
+        """Returns [W]: of each communication, how long that rank is in it once the last rank has come to it."""
         begins = {
             op: max(row[index] for row in self.begins_s)
             for index, op in enumerate(self.ops)
@@ -102,7 +106,7 @@ class IterationProfile:
         return tuple({op: max(0.0, row[index_of[op]] - begin) for op, begin in begins.items()} for row in self.ends_s)
 
     def _lengths_s(self, rank: int, closed_s: Sequence[Seconds]) -> tuple[Seconds, ...]:
-        """[spans] on that rank, each until it closes."""
+        """Returns the lengths of the spans [spans] on that rank, each until it closes."""
         index_of, ends_s = self._index_of(), self.ends_s[rank]
         start_s = self.starts_s[rank] if self.starts_s else 0.0
         return tuple(
@@ -111,7 +115,7 @@ class IterationProfile:
         )
 
     def _closed_s(self, ranks: Sequence[int]) -> list[Seconds]:
-        """[spans]: when the last of these ranks has come to what ends it."""
+        """Returns, by span, when the last of these ranks has come to what ends it."""
         index_of = self._index_of()
         return [
             max(

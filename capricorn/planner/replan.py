@@ -1,4 +1,4 @@
-"""When a new profile is taken and a new plan made. Pure."""
+"""Decides when a new profile is taken and a new plan made. Pure."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from capricorn.config.planner import parse_replan
 from capricorn.units import Seconds
 
 MEMORY = 50
-"""Iterations over which what staleness costs is learned, and forgotten."""
+"""Number of iterations over which the cost of staleness is learned, and forgotten."""
 PRIOR_DRIFT = 1.0
 """Drift, summed over iterations, that is taken to cost as much as a profile while nothing is known: 10 % over 10."""
 PRIOR_WEIGHT = 0.01
-"""Of that belief, in squares of drift: it weighs as 4 iterations 5 % off the mean drift."""
+"""Weight of that belief, in squares of drift: it weighs as 4 iterations 5 % off the mean drift."""
 
 
 class ReplanPolicy(Protocol):
     """Decides, on every rank alike, when a new profile starts."""
 
     def is_due(self, iteration: int) -> bool:
-        """Whether one is to start with that iteration; always so before the first."""
+        """Tells whether a profile is to start with that iteration; always so before the first."""
         ...
 
     def replanned(self, iteration: int, cost_s: Seconds) -> None:
-        """A plan has been made from a profile that started with that iteration; both together took `cost_s`."""
+        """Notes that a plan was made from a profile that started with that iteration; together they took `cost_s`."""
         ...
 
     def charge(self, cost_s: Seconds) -> None:
-        """A part of the cost of the last profile and its plan, which was not known when it was made."""
+        """Adds to the cost of the last profile and its plan a part that was not known when it was made."""
         ...
 
     def note(self, drift: float, lost_s: Seconds) -> None:
-        """One iteration under the plan: the drift of the loads since, and the time lost."""
+        """Notes one iteration under the plan: the drift of the loads since, and the time lost."""
         ...
 
 
 class Periodic:
-    """A profile every `interval` iterations, from begin to begin; infinite is only the first."""
+    """A profile every `interval` iterations, from begin to begin; an infinite interval means only the first."""
 
     def __init__(self, interval: float) -> None:
         self._interval = interval
@@ -50,16 +50,17 @@ class Periodic:
         self._last = iteration
 
     def charge(self, cost_s: Seconds) -> None:
-        """Nor does it count the cost."""
+        """Does nothing: the interval does not depend on the cost."""
 
     def note(self, drift: float, lost_s: Seconds) -> None:
-        """Nothing sways it."""
+        """Does nothing: the interval does not depend on the drift."""
 
 
 class StalenessCost:
-    """Learns what an iteration loses by the drift since its plan: a slope, in seconds per unit of drift.
+    """Learns how much an iteration loses by the drift since its plan: a slope, in seconds per unit of drift.
 
-    A regression with intercept, as what is lost without drift is not the plan's age; forgetting exponentially.
+    A regression with intercept, since the time lost without drift is not due to the plan's age; it forgets
+    exponentially.
     """
 
     def __init__(self) -> None:
@@ -74,7 +75,7 @@ class StalenessCost:
         self._xy = keep * self._xy + drift * lost_s
 
     def slope_s(self, prior_s: Seconds) -> Seconds:
-        """At least 0; near the prior while the drift has hardly varied."""
+        """Returns the slope, at least 0; it is near the prior while the drift has hardly varied."""
         if not self._weight:
             return prior_s
         varied = max(0.0, self._xx - self._x * self._x / self._weight)
@@ -83,10 +84,12 @@ class StalenessCost:
 
 
 class Speculative:
-    """A profile once what the stale plan has cost reaches what a profile costs: at most twice the optimum.
+    """A profile once the stale plan has cost as much as a profile costs: at most twice the optimum.
 
-    Reconstructs the speculative activation of Capricorn, CLUSTER 2025, whose formulas are not public, as a ski rental;
-    the rule is ours. Without routers there is no drift, and the first plan stays.
+    Without routers there is no drift, and the first plan stays.
+
+    Source: reconstructs the speculative activation of Capricorn, CLUSTER 2025, whose formulas are not public, as a ski
+    rental; the rule is ours.
     """
 
     def __init__(self) -> None:
@@ -111,7 +114,7 @@ class Speculative:
 
 
 def make_policy(text: str) -> ReplanPolicy:
-    """By its spelling in the configuration.
+    """Returns the policy with that spelling in the configuration.
 
     Raises:
         ConfigError: it is no such policy.

@@ -18,12 +18,12 @@ from capricorn.planner.replan import make_policy
 from capricorn.units import Bytes, Seconds
 
 WINDOW = 8
-"""Observations of a span that are kept beside those its load fit keeps."""
+"""Number of observations of a span that are kept, beside those its load fit keeps."""
 _ENOUGH = 3  # observations of the current profile that need no older ones
 
 
 class _Durations:
-    """What is known of one duration."""
+    """Observations of one duration."""
 
     def __init__(self) -> None:
         self._observed: deque[Seconds] = deque(maxlen=WINDOW)
@@ -38,7 +38,7 @@ class _Durations:
         return list(self._observed)[-count:]
 
     def at(self, tokens: int | None) -> SpanEstimate | None:
-        """By the load; None where none is known."""
+        """Returns the estimate by the load; None if the load or its effect is unknown."""
         line = None if tokens is None else self._fit.line()
         return None if line is None or tokens is None else line.at(tokens)
 
@@ -49,16 +49,23 @@ class SpanPlanner:
     Source: Capricorn, CLUSTER 2025. Departs: spans may also follow the loads of the running iteration.
     """
 
-    def __init__(self, config: PlannerConfig, *, rank: int, hosts: Sequence[int], shard_bytes: Bytes) -> None:
-        """`hosts` are the ranks that keep the remote replicas of this one's shard, in sending order."""
+    def __init__(self, config: PlannerConfig, *, rank: int, holders: Sequence[int], shard_bytes: Bytes) -> None:
+        """Makes a planner without a profile.
+
+        Args:
+            config: how it profiles and plans.
+            rank: whose shard is sent.
+            holders: the ranks that keep its remote replicas, in sending order.
+            shard_bytes: of one replica.
+        """
         self.spans: tuple[IdleSpan, ...] = ()
         """Empty before the first profile."""
         self.drift = 0.0
-        """Of the loads since the plan."""
+        """Drift of the loads since the plan."""
         self.replanned = False
         """Whether the plan last made was the first to use a whole profile."""
         is_oracle = config.replan == "oracle"
-        self._config, self._own, self._hosts, self._shard_bytes = config, rank, tuple(hosts), shard_bytes
+        self._config, self._own, self._holders, self._shard_bytes = config, rank, tuple(holders), shard_bytes
         self._by_load = config.spans == "load" and not is_oracle  # an oracle has seen the very spans to come
         self._window = 1 if is_oracle else WINDOW
         self._enough = 1 if is_oracle else _ENOUGH
@@ -100,7 +107,7 @@ class SpanPlanner:
             self.spans = spans
             self._usable, self._lasting = [_Durations() for _ in spans], [_Durations() for _ in spans]
         rows = profile.span_s()
-        ends = [rows[rank] for rank in (self._own, *self._hosts)]
+        ends = [rows[rank] for rank in (self._own, *self._holders)]
         most = {layer: max(tokens) for layer, tokens in profile.tokens.items()}
         for index, span in enumerate(spans):
             tokens = most.get(span.load_layer)
@@ -129,14 +136,14 @@ class SpanPlanner:
     def plan(self, iteration: int, link: LinkModel | None) -> Plan:
         config = self._config
         if link is None or not self.spans:
-            self._plan = Plan(tile(self._shard_bytes, len(self._hosts), config.max_chunk_bytes))
+            self._plan = Plan(tile(self._shard_bytes, len(self._holders), config.max_chunk_bytes))
             return self._plan
         if self._plan.limits and link == self._link and not (self._is_outdated or self._by_load):
             self.replanned = False
             return self._plan
         spans, ends = self._estimates(self._usable), self._estimates(self._lasting)
         self._plan = partition(
-            spans, link, self._shard_bytes, len(self._hosts), config.max_chunk_bytes, config.risk, ends
+            spans, link, self._shard_bytes, len(self._holders), config.max_chunk_bytes, config.risk, ends
         )
         self._deviations = deviations_at(self._plan.risk)
         self._link = link
@@ -152,7 +159,7 @@ class SpanPlanner:
         return Limit(lasting.at_s(self._deviations), room)
 
     def _estimates(self, durations: Sequence[_Durations]) -> list[SpanEstimate]:
-        """By span."""
+        """Returns an estimate for each span."""
         count = min(max(self._num_fresh, self._enough), self._window)
         if self._config.spans == "global" and durations:
             mean_s = fmean(span_s for each in durations for span_s in each.last(count))
@@ -160,6 +167,6 @@ class SpanPlanner:
         return [each.at(self._tokens_of(index)) or estimate(each.last(count)) for index, each in enumerate(durations)]
 
     def _tokens_of(self, span: int) -> int | None:
-        """On the most loaded rank, by the newest known; None where the span is not to follow a load."""
+        """Returns the newest known load of the most loaded rank; None if the span is not to follow a load."""
         layer = self.spans[span].load_layer
         return self._tokens.get(layer) if self._by_load and layer != NO_LAYER else None

@@ -18,7 +18,7 @@ class Follower(Generic[S]):
         self._path, self._kind, self._offset = path, kind, 0
 
     def new(self) -> Iterator[S]:
-        """Samples that came since the last call; a line without its end waits for the next."""
+        """Yields the samples that came since the last call; a line without its end waits for the next."""
         if not self._path.exists():
             return
         with self._path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""What the launcher hands to each worker: a file in the run folder, read by every start of every rank."""
+"""The job file: what the launcher hands to every rank, read at each start. And the names of the files beside it."""
 
 from __future__ import annotations
 
@@ -10,31 +10,35 @@ from capricorn.config.scenario import Scenario
 
 JOB: Final = "job.json"
 FATAL: Final = "fatal.txt"
-"""A worker writes here why starting again cannot help; the launcher then ends the run."""
+"""The file in which a rank says why starting again cannot help; the launcher then ends the run."""
 ATTEMPT: Final = "attempt"
+"""The file that holds the number of the attempt where torchrun starts the ranks."""
 WORKERS: Final = "workers"
+"""The folder of the ranks' processes, a file for each rank."""
 FAULTS: Final = "faults"
+"""The folder of the marks of failures that were injected."""
 
 
 class Job(FrozenModel):
-    """One run on one machine: what, and where its files are."""
+    """One run on one machine: what is run, and where its files are."""
 
     run_id: str
     scenario: Scenario
     run_dir: Path
     store_dir: Path
-    """The folder that holds node<k>/ of each node on this machine."""
+    """The folder of the memory store, with node<k>/ of each node on this machine."""
     tokens: Path
+    """The file of the training data."""
     addresses: tuple[str, ...] = ()
-    """Of the emulated nodes, by node."""
+    """The address of each node on this machine."""
     links_dir: Path | None = None
-    """Where the links are that are paced in user space, if they are."""
+    """The folder of the links that are paced in user space; None where links are not."""
     storage_dir: Path | None = None
-    """Where the clocks of the modelled storage are, if it is modelled."""
+    """The folder of the clocks of modelled storage; None where storage is not modelled."""
     persist_dir: Path | None = None
-    """The folder of the persistent tier, all nodes alike; stays after the run."""
+    """The folder of the persistent tier, the same for all nodes; it stays after the run."""
     files_dir: Path | None = None
-    """Where systems that write files put them, all nodes alike; gone with the run."""
+    """The folder for systems that write files, the same for all nodes; it goes with the run."""
 
     def write(self) -> Path:
         path = self.run_dir / JOB
@@ -46,5 +50,5 @@ class Job(FrozenModel):
         return cls.model_validate_json(path.read_text(encoding="utf-8"))
 
     def node_dir(self, node: int) -> Path:
-        """Where that node's part of the store lies."""
+        """Returns the folder of a node's part of the store."""
         return self.store_dir / f"node{node}"

@@ -27,7 +27,7 @@ def write_recoveries(run_dir: Path) -> None:
 
 
 def recoveries_of(events: Sequence[EventSample], samples: Sequence[IterationSample]) -> list[RecoverySample]:
-    """One recovery for each attempt but the first that came to be ready, in order."""
+    """Returns a recovery for each attempt but the first that came to be ready, in order."""
     ready = sorted({event.attempt for event in events if event.event == "ready"})
     return [_recovery(before, attempt, events, samples) for before, attempt in pairwise(ready)]
 
@@ -35,14 +35,14 @@ def recoveries_of(events: Sequence[EventSample], samples: Sequence[IterationSamp
 def _recovery(
     before: int, attempt: int, events: Sequence[EventSample], samples: Sequence[IterationSample]
 ) -> RecoverySample:
-    """How `attempt` followed on the attempt `before`, which was the last to be ready."""
+    """Returns how `attempt` followed on the attempt `before`, which was the last to be ready."""
     faults = [e for e in events if e.event == "fault" and before <= e.attempt < attempt]
     failures = [e for e in events if e.event == "failed" and before <= e.attempt < attempt]
     ready_s = min(e.at_s for e in events if e.event == "ready" and e.attempt == attempt)
     detected_s = min((e.at_s for e in failures), default=faults[-1].at_s if faults else ready_s)
     # The last one before it was noticed: earlier ones may have done no harm.
-    struck = [e for e in faults if e.at_s <= detected_s]
-    causes = [max(struck, key=lambda event: event.at_s)] if struck else faults
+    before_it = [e for e in faults if e.at_s <= detected_s]
+    causes = [max(before_it, key=lambda event: event.at_s)] if before_it else faults
     fault_s = min((e.at_s for e in causes), default=detected_s)
     resumed = next((e for e in events if e.event == "resumed" and e.attempt == attempt), None)
     iteration = resumed.iteration if resumed is not None else 0
@@ -64,6 +64,6 @@ def _recovery(
 
 
 def _reached(attempt: int, events: Iterable[EventSample], samples: Iterable[IterationSample]) -> int:
-    """The last iteration that some rank had finished, or was restored to, in that attempt."""
+    """Returns the last iteration that some rank had finished, or was restored to, in that attempt."""
     restored = [e.iteration for e in events if e.event == "resumed" and e.attempt == attempt]
     return max([s.iteration for s in samples if s.attempt == attempt] + restored, default=0)

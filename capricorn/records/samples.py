@@ -1,5 +1,5 @@
-"""What a run writes: frozen models of its record, as JSON and JSON lines, with a schema version. Raw samples only;
-every mean and percentile is computed by report/.
+"""The files that a run writes: frozen models, as JSON and JSON lines, with a schema version. Raw samples only: stats/
+computes every mean and percentile.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from pydantic import ValidationError
 
@@ -52,14 +52,14 @@ class IterationSample(FrozenModel):
     """Iterations whose checkpoint became complete on all ranks since the last sample of this attempt."""
     failed_saves: int = 0
     persisted: int = 0
-    """Checkpoints that came to be complete on disk, since the last sample; as the next two."""
+    """Checkpoints of the persistent tier that became complete since the last sample; the next two likewise."""
     failed_persists: int = 0
     skipped_persists: int = 0
     """Came due while a writer was busy."""
     rss_bytes: Bytes = 0
     """Resident memory of the process, without the memory store that it maps."""
     collision_s: Seconds = 0.0
-    """What colliding bytes take at the measured rate of the link."""
+    """Time that the colliding bytes take at the measured rate of the link."""
     overflow_s: Seconds = 0.0
     """How long the update waited for bytes to leave."""
     profiled: bool = False
@@ -68,7 +68,7 @@ class IterationSample(FrozenModel):
     profile_s: Seconds = 0.0
     plan_s: Seconds = 0.0
     planned_bytes: Bytes = 0
-    """Of the plan made in it: what fits the idle spans."""
+    """Bytes of the plan made in it that fit the idle spans."""
     hidden_bytes: Bytes = 0
     """Sent while the link was idle."""
     colliding_bytes: Bytes = 0
@@ -76,13 +76,13 @@ class IterationSample(FrozenModel):
     overflow_bytes: Bytes = 0
     """Sent because the update or the next checkpoint waited for them."""
     drift: float = 0.0
-    """Of the expert loads since the plan."""
+    """Drift of the expert loads since the plan."""
     risk: float = 0.0
     """Quantile of their durations to which idle spans are filled."""
     idle_s: Seconds = 0.0
-    """Of all idle spans, as measured last; 0 is never."""
+    """Length of all idle spans, as measured last; 0 is never."""
     link_bytes_per_s: BytesPerSecond = 0.0
-    """As measured on line; 0 is not yet."""
+    """Rate of the link as measured during the run; 0 is not yet."""
 
 
 class OpSample(FrozenModel):
@@ -99,15 +99,15 @@ class OpSample(FrozenModel):
 
 
 class PaceSample(FrozenModel):
-    """How well one rank's compute ops of one iteration kept to their modelled durations."""
+    """Deviations of one rank's compute ops of one iteration from their modelled durations."""
 
     iteration: int
     rank: int
     attempt: int
     errors_s: list[Seconds]
-    """Of each op that was stretched: by how much it ended after its time."""
+    """How late each op ended that was stretched to its time."""
     overruns_s: dict[str, Seconds]
-    """By op, of those that took longer than their model: by how much."""
+    """Time by which ops exceeded their model, by op; only of those that did."""
 
 
 class LinkSample(FrozenModel):
@@ -117,7 +117,7 @@ class LinkSample(FrozenModel):
     target: int
     bytes_per_s: BytesPerSecond
     round_trip_s: Seconds
-    """Of 64 bytes on the idle link."""
+    """Round trip of 64 bytes on the idle link."""
 
 
 class CpuSample(FrozenModel):
@@ -146,19 +146,23 @@ class EventSample(FrozenModel):
     iteration: int = 0
     detail: str = ""
     completed: tuple[int, ...] = ()
-    """As in `IterationSample`: what became complete after the last iteration, while draining."""
+    """Iterations whose checkpoint became complete after the last one, while draining."""
     persisted: int = 0
     failed_persists: int = 0
     skipped_persists: int = 0
     staged_bytes: Bytes = 0
     sent_bytes: Bytes = 0
     state_digest: str = ""
-    """`finished`: of all that the rank owns, after the last iteration; two runs that ended alike have the same."""
+    """`finished`: a digest of all that the rank owns at the end; two runs that ended alike have the same."""
     sources: tuple[str, ...] = ()
     """`resumed`: tier each owner's state came from, `local`, `peer` or `persistent`."""
     agree_s: Seconds = 0.0
     fetch_s: Seconds = 0.0
     load_s: Seconds = 0.0
+
+
+RECOVERY_PHASES: Final = ("detect_s", "restart_s", "agree_s", "fetch_s", "load_s", "first_iteration_s")
+"""Phases of a recovery, in the order they happen."""
 
 
 class RecoverySample(FrozenModel):
@@ -182,9 +186,14 @@ class RecoverySample(FrozenModel):
     first_iteration_s: Seconds | None
     """None if a failure came before its end."""
 
+    @property
+    def phases_s(self) -> dict[str, Seconds]:
+        """How long each phase took; 0 if it did not come to its end."""
+        return {phase: float(getattr(self, phase) or 0.0) for phase in RECOVERY_PHASES}
+
 
 class Environment(FrozenModel):
-    """Where a run ran."""
+    """The machine and the software that a run ran on."""
 
     versions: dict[str, str]
     commit: str
@@ -197,7 +206,7 @@ class Environment(FrozenModel):
 
 
 class RunRecord(FrozenModel):
-    """`run.json`: one finished or interrupted run. `summary` is what report/ computed from the samples beside it."""
+    """`run.json`: one finished or interrupted run. `summary` is what stats/ computed from the samples beside it."""
 
     schema_version: int = SCHEMA_VERSION
     run_id: str
@@ -232,7 +241,7 @@ def append(path: Path, sample: FrozenModel) -> None:
 
 
 def read_samples(path: Path, kind: type[S]) -> Iterator[S]:
-    """The samples of one file, none if it is absent; a last line without its end (a kill) is left out.
+    """Yields the samples of one file, none if it is absent; a last line without its end (a kill) is left out.
 
     Raises:
         ConfigError: a whole line is not such a sample.
@@ -250,7 +259,7 @@ def read_samples(path: Path, kind: type[S]) -> Iterator[S]:
 
 
 def read_run(folder: Path) -> RunRecord:
-    """The record of a run folder.
+    """Returns the record of a run folder.
 
     Raises:
         ConfigError: there is none, it is damaged, or it has another schema version.
@@ -259,7 +268,7 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def read_record(path: Path, kind: type[S], schema_version: int, what: str) -> S:
-    """The record in that file, which says what a folder holds.
+    """Returns the record in that file, which says what a folder holds.
 
     Raises:
         ConfigError: there is none, it is damaged, or it has another schema version.

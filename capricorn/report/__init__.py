@@ -1,1 +1,1 @@
-"""From raw samples to tables and figures; the only user of pandas and matplotlib."""
+"""Tables, documents and figures of what was measured; the only user of matplotlib."""

@@ -1,7 +1,17 @@
-"""What is complete on all ranks: learned from small reductions that the training thread issues.
+"""Learns when a save is complete on all ranks, by small reductions that the training thread issues.
 
 A slot may be used again only when a newer iteration is complete on every rank; otherwise one owner could hold only i+1
 and another only i, with nothing in common.
+
+    state     pending  vote        next state
+    idle      none     none        tracked: `track`; local, on all ranks for the same iteration
+    tracked   a save   none        voting: `start_vote`; collective, returns at once
+    voting    a save   under way   by `poll_vote`, which waits for the reduction:
+                                     some rank has not settled           -> tracked
+                                     settled on all, some rank failed    -> idle, `latest` stays
+                                     settled and complete on all ranks   -> idle, `latest` is that iteration
+
+Only the training thread moves the states. The save itself settles on the threads that carry it out.
 """
 
 from __future__ import annotations
@@ -17,7 +27,7 @@ NANOSECONDS = 10**9
 
 
 class Settling(Protocol):
-    """One rank's part of a checkpoint on its way, as far as the others need to hear of it."""
+    """The part of one rank in a checkpoint on its way, as far as the other ranks need to hear of it."""
 
     @property
     def is_settled(self) -> bool: ...
@@ -30,37 +40,38 @@ class Settling(Protocol):
 S = TypeVar("S", bound=Settling)
 
 
-class Completion(Generic[S]):
-    """The one save that is on its way on all ranks, and the newest iteration that has arrived everywhere.
+class CommitTracker(Generic[S]):
+    """Tracks the one save that is on its way on all ranks, and the newest iteration that is complete everywhere.
 
     All methods are collective or depend only on what was reduced, so every rank takes the same decisions.
     """
 
-    def __init__(self, group: dist.ProcessGroup, latest: int = 0) -> None:
-        self.latest = latest
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.latest = 0
+        """Newest iteration that is complete on all ranks; 0 is none."""
         self.pending: S | None = None
         self.losses_s: tuple[Seconds, Seconds] = (0.0, 0.0)
-        """The greatest losses of all ranks, as the last answer had them."""
+        """The greatest losses of all ranks, from the vote that was polled last."""
         self._group = group
         self._votes = torch.zeros(4, dtype=torch.int64)
         self._work: dist.Work | None = None
 
-    def expect(self, save: S) -> None:
+    def track(self, save: S) -> None:
         """Makes this the save on its way; the one before must have settled everywhere."""
         assert self.pending is None
         self.pending = save
 
     @property
-    def may_ask(self) -> bool:
-        """Whether `ask` starts a reduction, or the last one is not taken yet or there is nothing to ask."""
+    def can_start_vote(self) -> bool:
+        """Whether a save is pending and no vote is under way."""
         return self.pending is not None and self._work is None
 
-    def ask(self, losses_s: tuple[Seconds, Seconds] = (0.0, 0.0)) -> None:
-        """Starts a reduction of whether the pending save has settled, and succeeded, on every rank.
+    def start_vote(self, losses_s: tuple[Seconds, Seconds] = (0.0, 0.0)) -> None:
+        """Starts a vote of all ranks on whether the pending save has settled, and succeeded; collective.
 
-        On the way it finds the greatest of the ranks' losses.
+        The same reduction finds the greatest of the ranks' losses. Nothing happens when no vote can start.
         """
-        if self.pending is None or not self.may_ask:
+        if self.pending is None or not self.can_start_vote:
             return
         self._votes[0] = int(self.pending.is_settled)
         self._votes[1] = int(self.pending.is_complete)
@@ -68,8 +79,8 @@ class Completion(Generic[S]):
             self._votes[index] = -round(loss_s * NANOSECONDS)
         self._work = dist.all_reduce(self._votes, dist.ReduceOp.MIN, group=self._group, async_op=True)
 
-    def learn(self) -> bool:
-        """Takes the answer of the last `ask`; whether nothing is pending any more."""
+    def poll_vote(self) -> bool:
+        """Waits for the vote under way, if there is one, and returns whether no save is pending any more."""
         self.losses_s = (0.0, 0.0)
         if self._work is not None:
             self._work.wait()

@@ -1,7 +1,24 @@
 """Recovery: all ranks agree on the newest iteration that survives, fetch what they lost, and verify before they load.
 
-Nothing live is touched until every rank holds a verified copy of the same iteration. Where memory has none, or an older
-one, it comes from the persistent tier.
+Nothing live is touched until every rank holds a verified copy of the same iteration. Everything here runs on the
+training thread, before training starts. If memory has no common iteration, or an older one than the persistent tier,
+the persistent tier is read.
+
+    state      what happens                                                    collective   next state
+    survey     ranks tell each other which copies they hold; a refused copy    yes          choose
+               is left out
+    choose     the newest iteration that every owner has in memory, against    yes          obtain, or
+               the newest of the persistent tier                                            NoCompleteCheckpointError
+    obtain     from memory: a rank verifies its own copy, or fetches one from  no           exchange
+               a holder and verifies it on the way
+               from the persistent tier: every rank loads its part, and all    yes          agreed, or survey with
+               compare what they found                                                      that checkpoint refused
+    exchange   ranks tell each other whose copy was damaged or not to be had;  yes          agreed, or survey with
+               its holder empties that slot                                                 those copies refused
+    agreed     a verified copy of the iteration lies in a slot of each rank    -            the caller loads it
+
+The caller then loads the copy into the live state, publishes it (collective), empties the slots of later iterations
+(followed by a barrier) and sends new replicas to the holders that lost theirs.
 """
 
 from __future__ import annotations
@@ -31,24 +48,25 @@ LOCAL, PEER, PERSISTENT = "local", "peer", "persistent"
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What all ranks settled on, and how long it took here."""
+    """The iteration that all ranks settled on, and how long it took on this rank."""
 
     iteration: int
     tiers: list[str]
-    """By owner: where its state came from, `local`, `peer` or `persistent`."""
+    """By owner: the tier its state came from, `local`, `peer` or `persistent`."""
     holders: Mapping[int, Sequence[int]]
     """By owner: the ranks that have a complete copy of it."""
     newest_persisted: int
-    """On disk, up to the iteration; 0 is none."""
+    """Newest iteration in the persistent tier, up to the one agreed on; 0 is none."""
     notes: Sequence[str]
-    """What else there is to say of it."""
+    """Remarks for the user, in words."""
     damaged: list[str]
+    """Copies that were skipped since they were damaged or not to be had, in words."""
     agree_s: Seconds
     fetch_s: Seconds
 
 
 def newest_common(survivors: Survivors, world_size: int) -> int | None:
-    """Newest iteration of which every owner has a copy somewhere."""
+    """Returns the newest iteration of which every owner has a copy somewhere; None if there is none."""
     common = [iteration for iteration, owners in survivors.items() if len(owners) == world_size]
     return max(common, default=None)
 
@@ -64,13 +82,23 @@ class Recovery:
         owners: Iterable[int],
         links: Sequence[ReplicaLink],
         attempt: int,
-        tier: PersistentTier | None = None,
+        persistent_tier: PersistentTier | None = None,
     ) -> None:
-        """`owners` are those whose copies this rank answers for: itself, then the ones it hosts."""
-        self._tier = tier
+        """Prepares a recovery; nothing is read or sent yet.
+
+        Args:
+            rank: this rank.
+            group: of all ranks.
+            store: of this node.
+            owners: those whose copies this rank answers for: itself, then the owners whose replicas it holds.
+            links: to the holders of this rank's replicas.
+            attempt: counts the starts of the job; fetched copies are marked with it.
+            persistent_tier: where older checkpoints lie, if any are persisted.
+        """
+        self._persistent_tier = persistent_tier
         self._rank, self._group, self._store = rank, group, store
         self._owners, self._attempt = list(owners), attempt
-        self._links = {link.host: link for link in links}
+        self._links = {link.holder: link for link in links}
         self._world_size = dist.get_world_size(group)
         self._refused: set[tuple[int, int, int]] = set()  # (holder, owner, iteration) found damaged, by all ranks
 
@@ -78,8 +106,8 @@ class Recovery:
         """Leaves a verified copy of the agreed iteration in this rank's own slots.
 
         Raises:
-            NoCompleteCheckpointError: no iteration survives on every owner, nor on disk.
-            ConfigError: the newest is on disk, and of another model.
+            NoCompleteCheckpointError: no iteration survives on every owner, nor in the persistent tier.
+            ConfigError: the newest is in the persistent tier, and of another model.
         """
         agree_s = fetch_s = 0.0
         damaged: list[str] = []
@@ -87,25 +115,25 @@ class Recovery:
             begin_s = time.perf_counter()
             survivors = self._survey()
             in_memory = newest_common(survivors, self._world_size) or 0
-            on_disk = self._tier.newest() if self._tier is not None else 0
+            persisted = self._persistent_tier.newest() if self._persistent_tier is not None else 0
             agree_s += time.perf_counter() - begin_s
-            iteration = max(in_memory, on_disk)
+            iteration = max(in_memory, persisted)
             if not iteration:
                 raise NoCompleteCheckpointError(self._describe(survivors, damaged))
             begin_s = time.perf_counter()
-            if on_disk > in_memory:
-                found, complaints = self._from_disk(on_disk, keep=in_memory)
+            if persisted > in_memory:
+                found, complaints = self._from_persistent_tier(persisted, keep=in_memory)
             else:
                 found, complaints = self._from_memory(in_memory, survivors[in_memory])
             fetch_s += time.perf_counter() - begin_s
             if found is not None:
-                notes = self._tier.notes if self._tier is not None else ()
-                return Agreement(iteration, *found, on_disk, notes, damaged, agree_s, fetch_s)
+                notes = self._persistent_tier.notes if self._persistent_tier is not None else ()
+                return Agreement(iteration, *found, persisted, notes, damaged, agree_s, fetch_s)
             damaged += complaints
 
-    def _from_disk(self, iteration: int, keep: int) -> Obtained:
-        assert self._tier is not None
-        if complaint := self._tier.obtain(iteration, keep):
+    def _from_persistent_tier(self, iteration: int, keep: int) -> Obtained:
+        assert self._persistent_tier is not None
+        if complaint := self._persistent_tier.obtain(iteration, keep):
             return None, [complaint]
         return ([PERSISTENT] * self._world_size, {owner: [owner] for owner in range(self._world_size)}), []
 
@@ -118,7 +146,7 @@ class Recovery:
         return ([LOCAL if source == owner else PEER for owner, source in enumerate(sources)], holders), []
 
     def _survey(self) -> Survivors:
-        """Who has what, from all ranks, less what proved damaged."""
+        """Returns which ranks hold which copies, without those that proved damaged; collective."""
         copies = [(owner, i) for owner in self._owners for i in self._store.iterations(owner)]
         mine = torch.full((maximum(self._group, len(copies)), 2), -1, dtype=torch.int64)
         for row, copy in enumerate(copies):
@@ -134,7 +162,7 @@ class Recovery:
         return survivors
 
     def _obtain(self, iteration: int, source: int) -> str | None:
-        """Makes sure that a verified copy of mine is in my slots; what was wrong with it otherwise."""
+        """Leaves a verified copy of this rank's state in its slots; returns what was wrong if that failed."""
         if source == self._rank:
             slot = self._store.read(self._rank, iteration)
             assert slot is not None

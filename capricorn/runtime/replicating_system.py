@@ -1,6 +1,8 @@
 """The replicating system: every checkpoint is staged into a local slot and sent from there to peer nodes.
 
-It puts the machinery together; what is sent when is the planner's decision. Registered as `capricorn`.
+It puts the machinery together: the states of a save stand in `save.save`, those of a vote in `commit_tracker`, those of
+a recovery in `recovery`, those of the persistent tier in `persist.persister`. What is sent when is the planner's
+decision. Registered as `capricorn`.
 """
 
 from __future__ import annotations
@@ -12,21 +14,21 @@ from typing import ClassVar
 
 from capricorn.errors import CapricornError, StoreError
 from capricorn.hooks import OpKey
-from capricorn.planner.placement import hosts_of, owners_on
+from capricorn.planner.placement import holders_of, owners_on
 from capricorn.planner.plan import Planner, StreamPlanner
 from capricorn.planner.span_planner import SpanPlanner
 from capricorn.runtime.comm.collectives import barrier, gather_addresses, gather_layouts, share_secret
 from capricorn.runtime.comm.handshake import Identity
 from capricorn.runtime.comm.replica_link import ReplicaLink
-from capricorn.runtime.comm.replica_server import ReplicaHost
-from capricorn.runtime.commit_tracker import Completion
+from capricorn.runtime.comm.replica_server import ReplicaServer
+from capricorn.runtime.commit_tracker import CommitTracker
 from capricorn.runtime.persist.persister import Persister
 from capricorn.runtime.persist.restore import PersistentTier
 from capricorn.runtime.recovery import Recovery
 from capricorn.runtime.save.executor import Executor
 from capricorn.runtime.save.flat_state import FlatState
 from capricorn.runtime.save.live_source import LiveSource
-from capricorn.runtime.save.save import Save
+from capricorn.runtime.save.save import ReplicatedSave
 from capricorn.runtime.save.staging import Stager, make_stager, payload_of
 from capricorn.runtime.schedule.gate import Gate
 from capricorn.runtime.schedule.scheduler import make_scheduler
@@ -47,18 +49,20 @@ class ReplicatingSystem(CheckpointSystem):
     """Checkpoints into the memory of this node and of its peers.
 
     The update waits for the local copy alone, which is made while the next iteration computes. One save is on its way
-    at a time; the next starts once it has settled on all ranks, which is learned from a reduction of a few integers per
-    iteration. Source: Capricorn, CLUSTER 2025 (what is checkpointed and where); the staged path is ours.
+    at a time; the next starts once it has settled on all ranks, which a vote tells: a reduction of a few integers per
+    iteration.
+
+    Source: Capricorn, CLUSTER 2025 (what is checkpointed and where); the staged path is ours.
     """
 
     kind = "replicates"
     can_be_replaced: ClassVar[bool] = True
     plans: ClassVar[bool] = True
-    """Whether idle spans are looked for; else all is sent as soon as it is staged."""
+    """Whether idle spans are looked for; otherwise all is sent as soon as it is staged."""
 
     def __init__(self) -> None:
         self._counters = Counters()
-        self._host: ReplicaHost | None = None
+        self._server: ReplicaServer | None = None
         self._links: list[ReplicaLink] = []
         self._executor: Executor | None = None
         self._store: NodeStore | None = None
@@ -70,25 +74,25 @@ class ReplicatingSystem(CheckpointSystem):
         """Whether copies of an abandoned future are gone from the stores."""
 
     def attach(self, job: JobContext, state: FlatState) -> None:
-        self._job, self._state, self._timeout_s = job, state, job.config.timeout_s
-        store = NodeStore.open(job.store_dir, job.store_tap)
+        self.job, self._state, self._timeout_s = job, state, job.config.timeout_s
+        store = NodeStore.open(job.store_dir)
         self._persister, self._store = Persister(job, store, self._counters), store
-        hosts, owners = self._peers(hosts_of), self._peers(owners_on)
+        holders, owners = self._peers(holders_of), self._peers(owners_on)
         layouts = gather_layouts(job.control_group, Layout(state.num_bytes, job.config.block_bytes, state.digest))
-        slots = store.host(job.rank, layouts[job.rank], self._persister.num_slots)
+        slots = store.open_slots(job.rank, layouts[job.rank], self._persister.num_slots)
         for owner in owners:
-            store.host(owner, layouts[owner])
+            store.open_slots(owner, layouts[owner])
         me = Identity(job.run_id, job.attempt, share_secret(job.control_group))
-        deadline_s, gives_way = self._timeout_s, job.config.give_way
-        self._host = ReplicaHost(
-            me, job.rank, job.address, store, timeout_s=deadline_s, gives_way=gives_way, routes=job.routes
+        deadline_s, idle_priority = self._timeout_s, job.config.idle_priority
+        self._server = ReplicaServer(
+            me, job.rank, job.address, store, timeout_s=deadline_s, idle_priority=idle_priority, routes=job.routes
         )
-        self._host.start({owner: layouts[owner] for owner in owners})
-        addresses = gather_addresses(job.control_group, self._host.address)
-        self._connect(me, {host: addresses[host] for host in hosts})
+        self._server.start({owner: layouts[owner] for owner in owners})
+        addresses = gather_addresses(job.control_group, self._server.address)
+        self._connect(me, {holder: addresses[holder] for holder in holders})
         gate = Gate(is_reactive=self._is_reactive(), patience_s=self._timeout_s / 2)
-        planner = self._make_planner(hosts, state.num_bytes)
-        self._scheduler = make_scheduler(job, planner, gate, me.secret, hosts, owners)
+        planner = self.make_planner(holders, state.num_bytes)
+        self._scheduler = make_scheduler(job, planner, gate, me.secret, holders, owners)
         stager, live = self._make_sources(make_stager(state, slots, job.device), layouts[job.rank])
         self._executor = Executor(
             store,
@@ -98,13 +102,15 @@ class ReplicatingSystem(CheckpointSystem):
             self._links,
             gate=gate,
             timeout_s=deadline_s,
-            gives_way=gives_way,
+            idle_priority=idle_priority,
             live=live,
         )
-        self._completion = Completion[Save](job.control_group)
-        tier = PersistentTier(job, job.persist_dir, store, state.entries) if job.persist_dir is not None else None
+        self._commit_tracker = CommitTracker[ReplicatedSave](job.control_group)
+        persistent_tier = None
+        if job.persist_dir is not None:
+            persistent_tier = PersistentTier(job, job.persist_dir, store, state.entries)
         mine = [job.rank, *owners]
-        self._recovery = Recovery(job.rank, job.control_group, store, mine, self._links, job.attempt, tier)
+        self._recovery = Recovery(job.rank, job.control_group, store, mine, self._links, job.attempt, persistent_tier)
         self._persister.start()
 
     def on_iteration_begin(self, iteration: int) -> None:
@@ -112,44 +118,44 @@ class ReplicatingSystem(CheckpointSystem):
 
     def on_op_begin(self, op: OpKey) -> None:
         self._scheduler.on_op_begin(op)
-        # Asked before the update, whose broadcasts it would have to wait behind, and not after what may still be sent.
+        # Before the update, since the vote would have to wait behind its broadcasts.
         if op.kind == "reduce":
-            self._ask()
+            self._start_vote()
 
     def on_op_end(self, op: OpKey) -> None:
         self._scheduler.on_op_end(op)
         if self._waiting is not None:
-            self._look_again(op)
+            self._retry_waiting(op)
 
     def on_routed(self, layer: int, tokens_per_expert: Sequence[int]) -> None:
         self._scheduler.on_routed(layer, tokens_per_expert)
 
     def before_update(self, iteration: int) -> None:
-        self._scheduler.learn()
+        self._scheduler.take_profile()
         if self._waiting is not None:
             self._overflow()
             self._start(self._waiting)
-        save = self._completion.pending
+        save = self._commit_tracker.pending
         if save is not None:
             if not save.wait_staged(self._timeout_s):
-                raise StoreError(f"rank {self._job.rank}: iteration {save.iteration} is still not staged")
+                raise StoreError(f"rank {self.job.rank}: iteration {save.iteration} is still not staged")
             self._latest_local = save.iteration if save.is_local else self._latest_local
-            if not self._learn():
-                self._ask()
+            if not self._poll_vote():
+                self._start_vote()
 
     def after_update(self, iteration: int) -> None:
         self._scheduler.after_update(iteration)
-        is_free = self._learn()
-        every = self._job.config.every
+        is_settled = self._poll_vote()
+        every = self.job.config.every
         if every == 0 or iteration % every or iteration < self.first_iteration:
             return
         self._forget_after(0)
         self._state.capture()
-        if not is_free:
-            self._scheduler.overdue()
-            if self._job.config.max_lost > 1:
+        if not is_settled:
+            self._scheduler.note_deadline_missed()
+            if self.job.config.max_lost > 1:
                 self._waiting = iteration
-                self._ask()
+                self._start_vote()
                 return
             self._overflow()  # or a node that is lost before the save has settled would cost two finished iterations
         self._start(iteration)
@@ -160,15 +166,15 @@ class ReplicatingSystem(CheckpointSystem):
         self._scheduler.on_iteration_end(iteration)
 
     def latest_complete(self) -> int | None:
-        return self._completion.latest or None
+        return self._commit_tracker.latest or None
 
     def latest_local(self) -> int | None:
         return self._latest_local or None
 
     def drain(self, timeout_s: Seconds) -> None:
         self._finish(timeout_s)
-        self._persister.finish(self._job.persist.timeout_s)
-        complaints = [self._counters.complaint(self._job.rank), self._persister.complaint()]
+        self._persister.finish(self.job.persist.timeout_s)
+        complaints = [self._counters.complaint(self.job.rank), self._persister.complaint()]
         if any(complaints):
             raise CapricornError("; ".join(filter(None, complaints)))
 
@@ -176,13 +182,13 @@ class ReplicatingSystem(CheckpointSystem):
         found = self._recovery.run()
         begin_s = time.perf_counter()
         assert self._store is not None
-        slot = self._store.read(self._job.rank, found.iteration)
+        slot = self._store.read(self.job.rank, found.iteration)
         assert slot is not None
         self._state.load(payload_of(slot))
         self._state.publish()
         self._forget_after(found.iteration)
-        self._completion.latest = self._latest_local = found.iteration
-        self._replace_lost(found.iteration, found.holders[self._job.rank])
+        self._commit_tracker.latest = self._latest_local = found.iteration
+        self._replace_lost(found.iteration, found.holders[self.job.rank])
         self._persister.resume(found.newest_persisted)
         times = found.agree_s, found.fetch_s, time.perf_counter() - begin_s
         return RestoreReport(found.iteration, found.tiers, *times, found.damaged, found.notes)
@@ -193,13 +199,13 @@ class ReplicatingSystem(CheckpointSystem):
             self._executor.close()
         for link in self._links:
             link.close()
-        if self._host is not None:
-            self._host.close()
+        if self._server is not None:
+            self._server.close()
         if self._store is not None:
             self._persister.close()
             self._store.close()
         self._links = []
-        self._executor = self._host = self._store = None
+        self._executor = self._server = self._store = None
 
     def counters(self) -> Counters:
         if self._executor is not None:
@@ -217,41 +223,41 @@ class ReplicatingSystem(CheckpointSystem):
     def take_planning(self) -> Planning:
         return self._scheduler.take()
 
-    def _make_planner(self, hosts: Sequence[int], shard_bytes: Bytes) -> Planner:
-        config = self._job.planner
-        if config.spans == "none" or not hosts or not self.plans:
-            return StreamPlanner(shard_bytes, len(hosts), self._job.config.block_bytes)
-        return SpanPlanner(config, rank=self._job.rank, hosts=hosts, shard_bytes=shard_bytes)
+    def make_planner(self, holders: Sequence[int], shard_bytes: Bytes) -> Planner:
+        config = self.job.planner
+        if config.spans == "none" or not holders or not self.plans:
+            return StreamPlanner(shard_bytes, len(holders), self.job.config.block_bytes)
+        return SpanPlanner(config, rank=self.job.rank, holders=holders, shard_bytes=shard_bytes)
 
     def _is_reactive(self) -> bool:
-        """Whether chunks pass by what the link really does, or by the plan alone."""
-        return self._job.planner.gate
+        """Tells whether chunks pass by what the link really does, or by the plan alone."""
+        return self.job.planner.gate
 
     def _make_sources(self, stager: Stager, layout: Layout) -> tuple[Stager, LiveSource | None]:
-        """What stages the local copy, and what replicas are sent from if that is not the local copy."""
+        """Returns the stager of the local copy, and the live source if replicas are sent from the live state."""
         return stager, None
 
     def _peers(self, nodes_of: Callable[[int, int, int], list[int]]) -> list[int]:
-        """Ranks that stand where we stand on other nodes."""
-        topology = self._job.topology
-        node, local_rank = topology.node_of(self._job.rank), topology.local_rank_of(self._job.rank)
-        nodes = nodes_of(node, topology.num_nodes, self._job.config.replicas)
+        """Returns the ranks with this rank's local rank on the nodes that `nodes_of` names."""
+        topology = self.job.topology
+        node, local_rank = topology.node_of(self.job.rank), topology.local_rank_of(self.job.rank)
+        nodes = nodes_of(node, topology.num_nodes, self.job.config.replicas)
         return [topology.ranks_of(node)[local_rank] for node in nodes]
 
     def _connect(self, me: Identity, addresses: dict[int, tuple[str, int]]) -> None:
         assert self._store is not None
-        manifest, config = json.dumps(self._state.manifest()), self._job.config
-        self._store.write_manifest(self._job.rank, manifest)
-        for host, address in addresses.items():
+        manifest, config = json.dumps(self._state.manifest()), self.job.config
+        self._store.write_manifest(self.job.rank, manifest)
+        for holder, address in addresses.items():
             link = ReplicaLink(
                 me,
-                self._job.rank,
-                host,
+                self.job.rank,
+                holder,
                 address,
                 timeout_s=self._timeout_s,
                 low_class=config.low_class,
                 send_buffer_bytes=config.send_buffer_bytes,
-                route=self._job.routes.get(host),
+                route=self.job.routes.get(holder),
             )
             link.connect(manifest)
             self._links.append(link)
@@ -260,37 +266,37 @@ class ReplicatingSystem(CheckpointSystem):
         assert self._executor is not None
         is_late, self._waiting = self._waiting is not None, None
         plan = self._scheduler.plan(iteration, self._executor.link_model(), is_late=is_late)
-        save = self._executor.start(iteration, self._completion.latest, plan)
-        self._completion.expect(save)
+        save = self._executor.start(iteration, self._commit_tracker.latest, plan)
+        self._commit_tracker.track(save)
 
-    def _look_again(self, op: OpKey) -> None:
-        """The save before is late: starts the next one as soon as that has settled.
+    def _retry_waiting(self, op: OpKey) -> None:
+        """Starts the waiting save as soon as the one before has settled on all ranks.
 
-        Asks when a rank comes to its experts and takes the answer when it is done with them, and with what follows. In
-        between the links are empty: nobody waits for the answer.
+        A vote starts when a rank comes to its experts and is polled when it is done with them, and with what follows.
+        In between the links are empty: nobody waits for the answer.
         """
         into, out_of = ("dispatch", "combine") if op.direction == "forward" else ("combine", "dispatch")
         if op.kind == into:
-            self._ask()
-        elif op.kind == out_of and self._waiting is not None and self._learn():
+            self._start_vote()
+        elif op.kind == out_of and self._waiting is not None and self._poll_vote():
             self._start(self._waiting)
 
-    def _ask(self) -> None:
-        """Asks once all ranks have come to the same moment whether the save on its way has settled."""
-        save = self._completion.pending
-        if save is not None and self._completion.may_ask:
-            self._completion.ask(self._scheduler.take_losses())
-            self._persister.ask(save.iteration)
+    def _start_vote(self) -> None:
+        """Starts a vote on the pending save, once all ranks have come to the same moment; collective."""
+        save = self._commit_tracker.pending
+        if save is not None and self._commit_tracker.can_start_vote:
+            self._commit_tracker.start_vote(self._scheduler.take_losses())
+            self._persister.start_vote(save.iteration)
 
-    def _learn(self) -> bool:
-        """Takes what the last reduction said; whether no save is on its way any more."""
-        save = self._completion.pending
-        is_free = self._completion.learn()
-        self._persister.learn()
-        self._scheduler.hear_losses(*self._completion.losses_s)
-        if not is_free or save is None:
-            return is_free
-        if self._completion.latest == save.iteration:
+    def _poll_vote(self) -> bool:
+        """Takes in the result of the last vote; returns whether no save is on its way any more."""
+        save = self._commit_tracker.pending
+        is_settled = self._commit_tracker.poll_vote()
+        self._persister.poll_vote()
+        self._scheduler.note_losses(*self._commit_tracker.losses_s)
+        if not is_settled or save is None:
+            return is_settled
+        if self._commit_tracker.latest == save.iteration:
             self._completed.append(save.iteration)
             self._persister.take(save.iteration)
         if save.failures:
@@ -299,39 +305,39 @@ class ReplicatingSystem(CheckpointSystem):
         return True
 
     def _settle(self, timeout_s: Seconds) -> None:
-        """Blocks until no save is on its way on any rank; each rank waits for its own, so one reduction is enough."""
-        if self._learn():
+        """Blocks until no save is on its way on any rank; each rank waits for its own, so one vote is enough."""
+        if self._poll_vote():
             return
         assert self._executor is not None
-        assert self._completion.pending is not None
-        self._executor.settle(self._completion.pending, timeout_s)
-        self._ask()
-        self._learn()
+        assert self._commit_tracker.pending is not None
+        self._executor.settle(self._commit_tracker.pending, timeout_s)
+        self._start_vote()
+        self._poll_vote()
 
     def _overflow(self) -> None:
-        """Blocks until the save on its way has settled on all ranks, which is charged to it."""
+        """Blocks until the save on its way has settled on all ranks; the wait is booked as its overflow."""
         begin_s = time.perf_counter()
         self._settle(self._timeout_s)
         self._scheduler.overflow(time.perf_counter() - begin_s)
 
     def _finish(self, timeout_s: Seconds) -> None:
-        """Blocks until all that was requested is in place or has failed, also what could not start yet."""
+        """Blocks until everything requested is in place or has failed, also a save that could not start yet."""
         self._settle(timeout_s)
         if self._waiting is not None:
             self._start(self._waiting)
             self._settle(timeout_s)
 
     def _forget_after(self, iteration: int) -> None:
-        """Once, before the first save: empties what an abandoned attempt has left of later iterations."""
+        """Empties, before the first save, the slots that an abandoned attempt left of later iterations; collective."""
         if not self._is_clean:
             assert self._store is not None
             self._store.forget_after(iteration)
-            barrier(self._job.control_group)  # or a faster owner's new copy could be taken for an old one
+            barrier(self.job.control_group)  # or a faster owner's new copy could be taken for an old one
             self._is_clean = True
 
     def _replace_lost(self, iteration: int, holders: Sequence[int]) -> None:
-        """Sends the restored state to hosts that have lost it, so that the next failure finds all replicas again."""
+        """Sends the restored state to the holders that lost it, so that the next failure finds all replicas again."""
         assert self._executor is not None
-        lost = [link.host for link in self._links if link.host not in holders]
+        lost = [link.holder for link in self._links if link.holder not in holders]
         plan = self._scheduler.plan(iteration, None)
-        self._completion.expect(self._executor.resend(iteration, plan, lost))
+        self._commit_tracker.track(self._executor.resend(iteration, plan, lost))

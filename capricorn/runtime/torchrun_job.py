@@ -1,4 +1,4 @@
-"""The place of a rank in a torchrun job, for training loops of one's own: no launcher of this project is needed."""
+"""Joins a rank to a torchrun job, for training loops of one's own: no launcher of this project is needed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def join_job(
     root: str | Path = "/dev/shm",
     timeout_s: Seconds = 120.0,
 ) -> JobContext:
-    """Who and where this rank is, from torchrun's environment; makes this node's store if it is not there.
+    """Returns who and where this rank is, from torchrun's environment; makes this node's store if it is not there.
 
     Collective; `init_process_group` has been called. The store outlives the workers, so that the next attempt finds it.
     While one of them lives, `capricorn-bench clean` leaves it alone.
@@ -40,7 +40,8 @@ def join_job(
         run_id: names the job; the same on all ranks and in all its attempts.
         config: `replicas` may not exceed the number of nodes.
         planner: how system `capricorn` plans; by default as well as it can.
-        persist: which checkpoints go to disk as well, and where: `dir` is then needed, a folder that all nodes reach.
+        persist: which checkpoints are persisted as well, and where: `dir` is then needed, a folder that all nodes
+            reach.
         device: where the state of this rank lives.
         address: of this node's own interface, by which its peers reach it.
         root: a tmpfs.
@@ -72,13 +73,13 @@ def join_job(
         config=config,
         planner=planner or PlannerConfig(),
         persist=persist,
-        persist_dir=_make_tier(Path(persist.dir)) if persist.dir else None,
+        persist_dir=_make_persistent_tier(Path(persist.dir)) if persist.dir else None,
         store_dir=_make_store(Path(root) / (RUN_PREFIX + run_id), run_id, topology.node_of(rank), topology),
         address=address,
     )
 
 
-def _make_tier(folder: Path) -> Path:
+def _make_persistent_tier(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -5,24 +5,24 @@ from __future__ import annotations
 from capricorn.config.planner import PlannerConfig
 from capricorn.planner.span_planner import SpanPlanner
 from capricorn.simulate.reference import blocking, gemini, lower_bound
-from capricorn.simulate.replay import Outcome, replay
-from capricorn.simulate.training_model import TraceConfig, Training
+from capricorn.simulate.replay import ReplayOutcome, replay
+from capricorn.simulate.training_model import SimulatedTraining, TraceConfig
 from capricorn.units import Bytes
 
-RANK, HOST = 0, 1
+RANK, HOLDER = 0, 1
 """Any two will do: all ranks have the same spans."""
 
 
 def shard_bytes(planner: PlannerConfig, trace: TraceConfig) -> Bytes:
-    """What a checkpoint sends; only its ratio to the size of a chunk matters."""
+    """Returns what a checkpoint sends; only its ratio to the size of a chunk matters."""
     return trace.num_chunks * planner.max_chunk_bytes
 
 
-def replay_policy(planner: PlannerConfig, training: Training, trace: TraceConfig) -> Outcome:
-    """What that policy comes to."""
+def replay_policy(planner: PlannerConfig, training: SimulatedTraining, trace: TraceConfig) -> ReplayOutcome:
+    """Returns what the policy comes to."""
     num_bytes = shard_bytes(planner, trace)
     return replay(
-        SpanPlanner(planner, rank=RANK, hosts=(HOST,), shard_bytes=num_bytes),
+        SpanPlanner(planner, rank=RANK, holders=(HOLDER,), shard_bytes=num_bytes),
         training,
         training.link(num_bytes, trace.rho),
         gate=planner.gate,
@@ -31,8 +31,8 @@ def replay_policy(planner: PlannerConfig, training: Training, trace: TraceConfig
     )
 
 
-def references(planner: PlannerConfig, training: Training, trace: TraceConfig) -> dict[str, float]:
-    """The slowdowns that policies are to be compared with, by name."""
+def references(planner: PlannerConfig, training: SimulatedTraining, trace: TraceConfig) -> dict[str, float]:
+    """Returns the slowdowns that policies are to be compared with, by name."""
     num_bytes = shard_bytes(planner, trace)
     link = training.link(num_bytes, trace.rho)
     return {

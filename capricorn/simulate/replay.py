@@ -11,31 +11,31 @@ from capricorn.hooks import NO_LAYER
 from capricorn.planner.link_model import LinkModel
 from capricorn.planner.plan import Limit, Plan, Planner
 from capricorn.planner.profile import spans_of
-from capricorn.simulate.training_model import Training
+from capricorn.simulate.training_model import SimulatedTraining
 from capricorn.units import Bytes, Seconds
 
 
 class Iteration(NamedTuple):
-    """What became of the checkpoint that was sent in one iteration."""
+    """The fate of the checkpoint that was sent in one iteration."""
 
     collision_s: Seconds
-    """By which the all-to-all was delayed."""
+    """Delay of the all-to-all."""
     overflow_s: Seconds
-    """For which the update waited for what had not been sent."""
+    """How long the update waited for what had not been sent."""
     profile_s: Seconds
-    """What profiling and planning took; 0 if there was no profile."""
+    """Time for profiling and planning; 0 if there was no profile."""
     planned_bytes: Bytes
     hidden_bytes: Bytes
-    """Of those planned, sent while the link was idle."""
+    """Planned bytes that were sent while the link was idle."""
     profiled: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a policy came to, over all iterations."""
+class ReplayOutcome:
+    """The result of a policy, over all iterations."""
 
     base_s: Seconds
-    """What the training takes without checkpoints."""
+    """Time of the training without checkpoints."""
     iterations: tuple[Iteration, ...]
 
     @property
@@ -58,12 +58,12 @@ class Outcome:
 
     @property
     def accuracy_frac(self) -> float | None:
-        """Of the bytes planned into spans, those that did fit; None if none were planned."""
+        """The share of the bytes planned into spans that did fit; None if none were planned."""
         planned_bytes = sum(each.planned_bytes for each in self.iterations)
         return sum(each.hidden_bytes for each in self.iterations) / planned_bytes if planned_bytes else None
 
     def num_profiles(self, first: int, last: int) -> int:
-        """How many of the iterations `first` to `last`, from 1, were measured."""
+        """Returns how many of the iterations `first` to `last`, from 1, were measured."""
         return sum(each.profiled for each in self.iterations[first - 1 : last])
 
 
@@ -79,29 +79,29 @@ class Checkpoint:
         self.begin()
 
     def begin(self) -> None:
-        """Nothing has been sent."""
+        """Begins an iteration, in which nothing has been sent yet."""
         self._sent = self._budget = self._hidden_bytes = 0
         self._collision_s: Seconds = 0.0
 
     def outcome(self, profile_s: Seconds, profiled: bool) -> Iteration:
-        """What became of it, the rest sent while the update waits."""
+        """Sends the rest while the update waits, and returns what became of the checkpoint."""
         rest = self._ends[-1] - self._sent
         overflow_s = self._link.transfer_s(rest) if rest else 0.0
         hidden_bytes = min(self._hidden_bytes, self._planned_bytes)
         return Iteration(self._collision_s, overflow_s, profile_s, self._planned_bytes, hidden_bytes, profiled)
 
     def send_freely(self, true_s: Seconds) -> None:
-        """A span while nothing is planned yet: all that fits goes out."""
+        """Sends in a span all that fits, while nothing is planned yet."""
         self._send(min(self._sent + self._link.capacity_bytes(true_s), self._ends[-1]), true_s)
 
     def send_blindly(self, limit: Limit, true_s: Seconds) -> None:
-        """A span without a gate: all that is planned up to its end goes out, and no overflow."""
+        """Sends in a span all that is planned up to its end, without a gate and no overflow."""
         self._budget += limit.num_bytes
         started = min(bisect_left(self._ends, self._budget) + 1 if self._budget else 0, self._num_planned)
         self._send(self._ends[started - 1] if started else 0, true_s)
 
     def send_gated(self, limit: Limit, true_s: Seconds) -> None:
-        """A span with a gate: nothing starts after its end, nor what would leave after the limit.
+        """Sends in a span with a gate: nothing starts after its end, nor what would leave after the limit.
 
         Whatever the plan, bytes that could go earlier do, and the overflow follows on the rest.
         """
@@ -111,7 +111,7 @@ class Checkpoint:
             self._send(min(self._sent + room, self._ends[min(started, len(self._ends) - 1)]), true_s)
 
     def _send(self, until: Bytes, true_s: Seconds) -> None:
-        """The bytes up to there, back to back from the begin of a span that lasts that long."""
+        """Sends the bytes up to there, back to back from the begin of a span that lasts that long."""
         num_bytes = until - self._sent
         if num_bytes <= 0:
             return
@@ -121,13 +121,25 @@ class Checkpoint:
 
 
 def replay(
-    planner: Planner, training: Training, link: LinkModel, *, gate: bool, profile_cost_frac: float, oracle: bool = False
-) -> Outcome:
-    """What the planner makes of the training, which sends a checkpoint in every iteration.
+    planner: Planner,
+    training: SimulatedTraining,
+    link: LinkModel,
+    *,
+    gate: bool,
+    profile_cost_frac: float,
+    oracle: bool = False,
+) -> ReplayOutcome:
+    """Returns what the planner makes of the training, which sends a checkpoint in every iteration.
 
-    An `oracle` is shown each iteration before it plans it, for nothing; others after it, when they want a profile.
+    Args:
+        planner: it is shown the profiles that it wants, each after its iteration.
+        training: how long each iteration takes without checkpoints.
+        link: the one between a rank and the holder of its replica.
+        gate: whether nothing is sent after the end of an idle span.
+        profile_cost_frac: time to profile and plan an iteration, as a share of it.
+        oracle: whether it is shown each iteration before it plans it, at no cost.
     """
-    run = _Run(planner, training, link, gate)
+    run = _Replay(planner, training, link, gate)
     iterations = []
     for index, base_s in enumerate(training.base_s.tolist()):
         number = index + 1
@@ -140,13 +152,13 @@ def replay(
         done = sent.outcome(profile_cost_frac * base_s if profiled else 0.0, profiled)
         planner.note(number, done.collision_s + done.overflow_s, done.profile_s)
         iterations.append(done)
-    return Outcome(float(training.base_s.sum()), tuple(iterations))
+    return ReplayOutcome(float(training.base_s.sum()), tuple(iterations))
 
 
-class _Run:
+class _Replay:
     """The iterations of a training with a planner, one at a time."""
 
-    def __init__(self, planner: Planner, training: Training, link: LinkModel, gate: bool) -> None:
+    def __init__(self, planner: Planner, training: SimulatedTraining, link: LinkModel, gate: bool) -> None:
         self._planner, self._link = planner, link
         self._spans_IS, self._tokens_IMW = training.spans_s.tolist(), training.tokens.tolist()
         self._routed = _routed_before(training)
@@ -154,7 +166,7 @@ class _Run:
         self._checkpoint = Checkpoint(Plan(()), link)
 
     def iterate(self, index: int) -> tuple[Checkpoint, bool]:
-        """Sends the checkpoint before in that iteration; what became of it, and whether a profile was wanted."""
+        """Sends the checkpoint in that iteration, and returns it with whether a profile was wanted."""
         planner, send, tokens_MW = self._planner, self._send, self._tokens_IMW[index]
         plan = planner.plan(index, self._link)
         wants_profile = planner.wants_profile(index + 1)
@@ -173,8 +185,8 @@ class _Run:
         return checkpoint, wants_profile
 
 
-def _routed_before(training: Training) -> tuple[int, ...]:
-    """By idle span: the layer whose router has chosen just before it begins; NO_LAYER if none has."""
+def _routed_before(training: SimulatedTraining) -> tuple[int, ...]:
+    """Returns by idle span the layer whose router has chosen just before it begins; NO_LAYER if none has."""
     return tuple(
         span.opens.layer if span.opens is not None and span.opens[1:] == ("forward", "dispatch") else NO_LAYER
         for span in spans_of(training.ops)

@@ -39,7 +39,7 @@ MOST_ITERATIONS = 100_000
 
 
 class TraceConfig(FrozenModel):
-    """What a replay takes a series of expert loads for."""
+    """The training that a replay takes a series of expert loads for."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
@@ -81,9 +81,9 @@ class TraceConfig(FrozenModel):
 
 
 def ops_of_layers(num_layers: int) -> tuple[OpKey, ...]:
-    """The ops of an iteration in order: each layer forward, back again, and the update; attention stands for the gate.
+    """Returns the ops of an iteration in order: each layer forward, back again, and the update.
 
-    Two spans a layer and direction follow: its attention and its experts.
+    Attention stands for the gate too. A layer has two spans in each direction: its attention and its experts.
     """
     kinds = ("attention", "dispatch", "expert", "combine")
     forward = [OpKey(layer, "forward", kind) for layer in range(num_layers) for kind in kinds]  # type: ignore[arg-type]
@@ -92,7 +92,7 @@ def ops_of_layers(num_layers: int) -> tuple[OpKey, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
+class SimulatedTraining:
     """Every iteration of a training, as it goes without checkpoints."""
 
     ops: tuple[OpKey, ...]
@@ -105,23 +105,23 @@ class Training:
 
     @property
     def base_s(self) -> Floats:
-        """[I]: how long each iteration takes."""
+        """How long each iteration [I] takes."""
         total_s: Floats = self.ops_s.sum(1)
         return total_s
 
     @property
     def idle_s(self) -> Floats:
-        """[I]: for how long the link is idle in each."""
+        """How long the link is idle in each iteration [I]."""
         total_s: Floats = self.spans_s.sum(1)
         return total_s
 
     def link(self, shard_bytes: Bytes, rho: float) -> LinkModel:
-        """The link over which a checkpoint takes `rho` times the idle time of an iteration."""
+        """Returns the link over which a checkpoint takes `rho` times the idle time of an iteration."""
         bytes_per_s = shard_bytes / (rho * float(self.idle_s.mean()))
         return LinkModel(LATENCY_FRAC * float(self.spans_s.mean()), bytes_per_s)
 
     def profile(self, index: int, iteration: int) -> IterationProfile:
-        """What all ranks measure of the iteration at that index.
+        """Returns what all ranks measure of the iteration at that index.
 
         Between two exchanges a rank computes for its part of the longest time, and waits in the second.
         """
@@ -141,8 +141,8 @@ def _rows(values: Floats) -> tuple[tuple[float, ...], ...]:
     return tuple(map(tuple, values.tolist()))
 
 
-def train(shares_IME: Shares, config: TraceConfig) -> Training:
-    """The training that has these loads.
+def train(shares_IME: Shares, config: TraceConfig) -> SimulatedTraining:
+    """Returns the training that has these loads.
 
     The mean iteration takes 1 s; the all-to-all is as slow as makes the spans `idle_frac` of that.
 
@@ -159,11 +159,11 @@ def train(shares_IME: Shares, config: TraceConfig) -> Training:
     ops_s = _scaled(computing_IO, config.idle_frac) + _scaled(moving_IO, 1 - config.idle_frac)
     is_span_O = [op.kind not in COMMUNICATION for op in ops]
     assert sum(is_span_O) == len(spans_of(ops))
-    return Training(ops, ops_s, ops_s[:, is_span_O], tokens_IMW)
+    return SimulatedTraining(ops, ops_s, ops_s[:, is_span_O], tokens_IMW)
 
 
-def train_on(path: Path, config: TraceConfig) -> Training:
-    """The training that has the loads of a trace, in every iteration of it or in those that are asked for.
+def train_on(path: Path, config: TraceConfig) -> SimulatedTraining:
+    """Returns the training that has the loads of a trace, in all its iterations or in those that are asked for.
 
     Raises:
         ConfigError: the file is no trace, it ends before the first iteration or is too long, there are more ranks than
@@ -190,7 +190,7 @@ def train_on(path: Path, config: TraceConfig) -> Training:
 
 
 def _tokens(shares_IME: Shares, config: TraceConfig, rng: np.random.Generator) -> Ints:
-    """Assignments [I, M, W] to the ranks, with the noise of the batches in the shares."""
+    """Returns the assignments [I, M, W] to the ranks, with the noise of the batches in the shares."""
     noisy_IME = cap_shares(shares_IME * _noise(rng, config.load_noise, shares_IME.shape), config.top_k)
     starts = [experts.start for experts in expert_split(shares_IME.shape[2], config.ranks)]
     tokens_IMW: Ints = np.rint(np.add.reduceat(noisy_IME, starts, axis=2) * config.tokens).astype(np.int64)
@@ -198,13 +198,13 @@ def _tokens(shares_IME: Shares, config: TraceConfig, rng: np.random.Generator) -
 
 
 def _noise(rng: np.random.Generator, deviation: float, shape: tuple[int, ...]) -> Floats:
-    """Independent factors around 1."""
+    """Returns independent factors around 1."""
     factors: Floats = np.maximum(LEAST_NOISE, 1 + deviation * rng.standard_normal(shape))
     return factors
 
 
 def _computing(ops: tuple[OpKey, ...], most_IM: Floats, attention_frac: float) -> Floats:
-    """How long the ops [I, O] compute, in any unit."""
+    """Returns how long the ops [I, O] compute, in any unit."""
     columns = []
     for op in ops:
         factor = BACKWARD if op.direction == "backward" else 1
@@ -218,7 +218,7 @@ def _computing(ops: tuple[OpKey, ...], most_IM: Floats, attention_frac: float) -
 
 
 def _moving(ops: tuple[OpKey, ...], most_IM: Floats) -> Floats:
-    """How long the ops [I, O] own the link, in any unit: as long as the most loaded rank has rows to take or give."""
+    """Returns how long the ops [I, O] own the link, in any unit: as long as the most loaded rank sends or receives."""
     none_I = np.zeros(len(most_IM))
     return np.stack(
         [most_IM[:, op.layer] if op.kind in ("dispatch", "combine") else none_I for op in ops],
@@ -227,6 +227,6 @@ def _moving(ops: tuple[OpKey, ...], most_IM: Floats) -> Floats:
 
 
 def _scaled(parts_IO: Floats, frac: float) -> Floats:
-    """The same in seconds: that share of the mean iteration on average."""
+    """Returns the parts in seconds, scaled to that share of the mean iteration on average."""
     scaled_IO: Floats = parts_IO * (frac * ITERATION_S / parts_IO.sum(1).mean())
     return scaled_IO

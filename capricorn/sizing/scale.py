@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from capricorn.config.cluster import ClusterConfig, Pace, Times
+from capricorn.config.cluster import ClusterConfig, IterationTimes, Pace
 from capricorn.config.fields import validate
 from capricorn.config.scenario import Emulation, ModelConfig, Scenario
 from capricorn.errors import ConfigError
@@ -243,7 +243,7 @@ def _check_pace(pace: Pace, model: ModelConfig, scenario: Scenario) -> None:
         )
 
 
-def _times_here(model: ModelConfig, pace: Pace, cluster: ClusterConfig, replicas: int) -> Times:
+def _times_here(model: ModelConfig, pace: Pace, cluster: ClusterConfig, replicas: int) -> IterationTimes:
     layers, rows = layers_of(model), model.tokens_per_rank * model.top_k
     moe = pace.gate_s + pace.expert_s_per_row * rows + pace.shared_s
     forward = pace.attention_s * layers["attention"] + moe * layers["expert"] + pace.dense_s * layers["dense"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from capricorn.config.cluster import BACKWARD, DEVICES, STORAGES, ClusterConfig, Times
+from capricorn.config.cluster import BACKWARD, DEVICES, STORAGES, ClusterConfig, IterationTimes
 from capricorn.config.scenario import ModelConfig, Scenario
 from capricorn.errors import ConfigError, unknown_name
 from capricorn.sizing.memory import (
@@ -95,7 +95,7 @@ def layers_of(model: ModelConfig) -> dict[str, int]:
     return {"attention": model.num_layers, "gate": moe, "expert": moe, "shared": moe, "dense": dense, "head": 1}
 
 
-def times_of(work: Work) -> Times:
+def times_of(work: Work) -> IterationTimes:
     model, cluster = work.model, work.cluster
     flops, layers = flops_per_token(model), layers_of(model)
     per_token = PASSES * sum(flops[op] * layers[op] for op in flops)
@@ -112,10 +112,10 @@ def times(
     compute_s: Seconds,
     rows_bytes: float,
     rate: BytesPerSecond,
-) -> Times:
+) -> IterationTimes:
     """An iteration that computes so long; one all-to-all takes `rows_bytes` out of a node, over links of `rate`."""
     checkpoint_bytes = STATE_BYTES_PER_PARAM * total_params(model) / cluster.nodes * (replicas - 1)
-    return Times(
+    return IterationTimes(
         compute_s=compute_s,
         all_to_all_s=4 * num_moe_layers(model) * rows_bytes / rate,
         reduce_s=2 * remote_bytes(GRADIENT_BYTES * dense_params(model), cluster) / rate,

@@ -1,1 +1,1 @@
-"""Figures computed from the raw samples of one run. Knows no table, no comparison and no pandas."""
+"""Figures computed from the raw samples of one run. Knows no table and no comparison."""

@@ -1,4 +1,4 @@
-"""How faithful an emulation was, computed from its raw samples."""
+"""Figures of how faithful an emulation was, computed from its raw samples."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import numpy as np
-
 from capricorn.config.scenario import Scenario
 from capricorn.emulation.route import QUANTUM_BYTES
 from capricorn.emulation.testbed import PACED
 from capricorn.records.samples import CPU, LINKS, PACE, CpuSample, LinkSample, PaceSample, read_samples
+from capricorn.stats.numbers import quantile
 from capricorn.units import BytesPerSecond, Seconds
 
 MAX_RATE_ERROR = 0.05
-"""By how much a link may miss its rate."""
+"""The share by which a link may miss its rate."""
 MAX_OVERRUN_FRAC = 0.05
-"""Of the paced ops, those that took longer than their model, beyond which a run stands for nothing."""
+"""The share of paced ops that may take longer than their model; beyond it a run stands for nothing."""
 
 Fidelity: TypeAlias = dict[str, Any]
 
 
 def fidelity(run_dir: Path, scenario: Scenario, num_cpus: int) -> Fidelity:
-    """CPU by whom; of an emulation also links against their rate and paced ops against their durations."""
+    """Returns the CPU time by whom; of an emulation also its links against their rate and its paced ops against their
+    durations.
+    """
     emulation = scenario.emulation
     cpu = _cpu(list(read_samples(run_dir / CPU, CpuSample)), num_cpus)
     if emulation is None:
@@ -36,14 +37,14 @@ def fidelity(run_dir: Path, scenario: Scenario, num_cpus: int) -> Fidelity:
         "link_rate_frac_min": min(rates, default=None),
         "link_rate_frac_max": max(rates, default=None),
         "buffers_s": _buffers_s(scenario, emulation.link_bytes_per_s),
-        "round_trip_s_p50": _percentile([link.round_trip_s for link in links], 50),
+        "round_trip_s_p50": quantile([link.round_trip_s for link in links], 50),
         **_pacing(list(read_samples(run_dir / PACE, PaceSample)), scenario.train.warmup),
         **cpu,
     }
 
 
 def _buffers_s(scenario: Scenario, link_bytes_per_s: BytesPerSecond) -> Seconds | None:
-    """How long the link takes for what a checkpoint has underway: what is sent in one go, and what its socket holds.
+    """Returns how long the link takes for the bytes underway: those sent in one go, and those that its socket holds.
 
     The kernel doubles what a socket asks for. Links paced in user space take a quantum at a time, and none ahead.
     """
@@ -58,7 +59,7 @@ def _buffers_s(scenario: Scenario, link_bytes_per_s: BytesPerSecond) -> Seconds 
 
 
 def fidelity_faults(figures: Fidelity, advice: str = "set cluster.iteration_s higher") -> list[str]:
-    """In what way an emulation does not stand for what it models."""
+    """Returns in what ways an emulation does not stand for what it models; none if it does."""
     faults = []
     rates = [figures.get(f"link_rate_frac_{edge}") for edge in ("min", "max")]
     if any(rate is not None and abs(rate - 1) > MAX_RATE_ERROR for rate in rates):
@@ -79,10 +80,10 @@ def _pacing(samples: list[PaceSample], warmup: int) -> Fidelity:
     num_ops = len(errors_s) + len(overruns_s)
     return {
         "paced_ops": num_ops,
-        "pace_error_s_p50": _percentile(errors_s, 50),
-        "pace_error_s_p99": _percentile(errors_s, 99),
+        "pace_error_s_p50": quantile(errors_s, 50),
+        "pace_error_s_p99": quantile(errors_s, 99),
         "overrun_frac": len(overruns_s) / num_ops if num_ops else None,
-        "overrun_s_p50": _percentile(overruns_s, 50),
+        "overrun_s_p50": quantile(overruns_s, 50),
     }
 
 
@@ -93,7 +94,3 @@ def _cpu(samples: list[CpuSample], num_cpus: int) -> Fidelity:
         "cpu_ours_frac": ours_s / capacity_s if capacity_s else None,
         "cpu_others_frac": others_s / capacity_s if capacity_s else None,
     }
-
-
-def _percentile(values: list[Seconds], percent: int) -> float | None:
-    return float(np.percentile(values, percent)) if values else None

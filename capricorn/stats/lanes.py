@@ -14,25 +14,25 @@ _COMMUNICATION = {*ALL_TO_ALL, "reduce", "update"}
 
 
 def is_chunk(op: OpSample) -> bool:
-    """Whether it is a transfer of a checkpoint, which has no direction."""
+    """Returns whether the op is a transfer of a checkpoint, which has no direction."""
     return not op.direction
 
 
 def lane_of(op: OpSample) -> str:
-    """One of LANES."""
+    """Returns the lane, one of LANES, that the op belongs to."""
     if is_chunk(op):
         return CHECKPOINT
     return COMMUNICATION if op.kind in _COMMUNICATION else COMPUTE
 
 
 def name_of(op: OpSample) -> str:
-    """`expert 3 backward`, `send`."""
+    """Returns the name that people read: `expert 3 backward`, `send`."""
     layer = "" if op.layer < 0 else str(op.layer)
     return " ".join(part for part in (op.kind, layer, op.direction) if part)
 
 
 def timelines(ops: Iterable[OpSample]) -> Iterator[list[OpSample]]:
-    """What one rank did in one iteration, for each that was sampled; an iteration that was redone comes again.
+    """Yields what one rank did in one iteration, for each that was sampled; a redone iteration comes again.
 
     Reads on only as far as it has to, and holds no more than one iteration of each rank.
     """
@@ -47,6 +47,6 @@ def timelines(ops: Iterable[OpSample]) -> Iterator[list[OpSample]]:
 
 
 def _begins_anew(op: OpSample, first: OpSample) -> bool:
-    """Whether it is no part of the iteration that began with the other: each op happens once in one."""
+    """Returns whether the op begins another iteration than `first` did: each op happens once in one."""
     same = (op.layer, op.direction, op.kind) == (first.layer, first.direction, first.kind)
     return op.iteration != first.iteration or (same and not is_chunk(op))

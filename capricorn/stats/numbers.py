@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Sequence
 
-import pandas as pd
+import numpy as np
 
 
-def quantile(values: pd.Series[Any], percent: int) -> float | None:
-    """None of no values, and of unknown ones alone."""
-    return None if values.empty else number(float(values.quantile(percent / 100)))
+def quantile(values: Iterable[float], percent: int) -> float | None:
+    """Returns the percentile, interpolated linearly between the two nearest values; None if there is no value."""
+    known = list(values)
+    return float(np.percentile(known, percent)) if known else None
+
+
+def total(values: Sequence[float]) -> float:
+    """Returns the sum, added up pairwise so that rounding errors stay small."""
+    return float(np.sum(values))
+
+
+def mean(values: Sequence[float]) -> float:
+    """Returns the mean of at least one value."""
+    # The first is added last, as numpy's reduceat does, so that figures stay those of older versions to the last bit.
+    return (values[0] + total(values[1:])) / len(values)
 
 
 def ratio(amount: float, whole: float) -> float | None:
-    """None of nothing."""
+    """Returns the share of the amount in the whole; None if the whole is nothing."""
     return float(amount / whole) if whole > 0 else None
-
-
-def number(value: float) -> float | None:
-    """The value; None for not-a-number, which an empty column yields."""
-    return None if pd.isna(value) else float(value)

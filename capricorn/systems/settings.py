@@ -38,9 +38,11 @@ class FileSettings(SystemSettings):
 
     EMULATED: ClassVar[Mapping[str, Any]] = MappingProxyType({"medium": "tmpfs"})
 
-    medium: Literal["disk", "tmpfs"] = Field(default="disk", description="disk: the run folder; tmpfs: memory")
-    fsync: bool = Field(default=False, description="whether a checkpoint counts only once it is on the medium")
-    keep: int = Field(default=2, ge=1, description="complete checkpoints that are kept")
+    medium: Literal["disk", "tmpfs"] = Field(
+        default="disk", description="Put files into the run folder (disk) or into memory (tmpfs)"
+    )
+    fsync: bool = Field(default=False, description="Count a checkpoint only once it is on the medium")
+    keep: int = Field(default=2, ge=1, description="Complete checkpoints that are kept")
 
     @property
     def in_memory(self) -> bool:

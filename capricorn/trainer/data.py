@@ -37,14 +37,21 @@ _NOT_SOURCES = {"__pycache__", "site-packages", "dist-packages", "test", "tests"
 
 
 def prepare(data: DataConfig, vocab_size: int, cache_dir: Path | None = None, *, seq_len: int = 1) -> Path:
-    """The file of tokens for `Batches`, taken from the cache or made; called once, before the ranks start.
+    """Returns the file of tokens for `Batches`, from the cache or newly made; called once, before the ranks start.
 
-    Tokens are bytes for a vocabulary of 256, else ids of a byte-level BPE trained on a sample of the same text; on a
-    small text its vocabulary stays smaller than asked for. Several launchers may call it at once.
+    Tokens are bytes for a vocabulary of 256, else ids of a byte-level BPE trained on a sample of that text; on a small
+    text its vocabulary stays smaller than asked for. Several launchers may call it at once.
+
+    Args:
+        data: where the text is.
+        vocab_size: of the model.
+        cache_dir: of token files; by default that of the user.
+        seq_len: of the model.
 
     Raises:
         ConfigError: there is no such path, no text in it, too little for one window of `seq_len` tokens and their
-            targets, or the cache cannot be written.
+            targets,
+            or the cache cannot be written.
     """
     text = b"\n".join(_bounded(_texts(data.path)))
     if not text:
@@ -71,7 +78,7 @@ def _check_length(num_tokens: int, seq_len: int, where: str) -> None:
 
 
 def _texts(source: str) -> Iterator[bytes]:
-    """The texts at the source in a fixed order, each cut to the bound; in a folder, what is no text is passed over."""
+    """Yields the texts at the source in a fixed order, each cut to the bound; in a folder, other files are skipped."""
     if source == "stdlib":
         paths = (p for p in _walk(Path(sysconfig.get_path("stdlib")), _NOT_SOURCES) if p.suffix == ".py")
         yield from filter(None, map(_read_text, paths))
@@ -95,7 +102,7 @@ def _walk(folder: Path, excluded: set[str] | frozenset[str] = frozenset()) -> It
 
 
 def _read_text(path: Path) -> bytes:
-    """The file's first bytes up to the bound; nothing if it cannot be read or is not UTF-8 text."""
+    """Returns the file's first bytes up to the bound; nothing if it cannot be read or is not UTF-8 text."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_TEXT_BYTES)
@@ -121,7 +128,7 @@ def _key(text: bytes, vocab_size: int) -> str:
 
 
 def _tokenize(text: bytes, vocab_size: int) -> npt.NDArray[Any]:
-    """Token ids in the smallest unsigned type that holds `vocab_size` of them."""
+    """Returns token ids in the smallest unsigned type that holds `vocab_size` of them."""
     if vocab_size == BYTE_VOCAB_SIZE:
         return np.frombuffer(text, np.uint8)
     chars = text.decode("utf-8", "ignore")
@@ -146,7 +153,7 @@ def _train_bpe(sample: list[str], vocab_size: int) -> Any:
 
 
 def _is_sealed(path: Path) -> bool:
-    """Whether a file is there, whole, and an array of plain numbers."""
+    """Tells whether a file is there, whole, and an array of plain numbers."""
     try:
         content = memoryview(path.read_bytes())
         np.load(path, mmap_mode="r")
@@ -171,13 +178,26 @@ def _write_sealed(path: Path, tokens: npt.NDArray[Any]) -> None:
 
 
 class Batches:
-    """The batches one rank trains on; what it reads follows from (seed, position, rank, world_size) alone.
+    """The batches that one rank trains on, as a function of (seed, position, rank, world_size) alone.
 
-    The tokens are cut into windows of `seq_len` inputs, whose targets are the tokens one further on. Every epoch deals
-    out all windows once over the ranks, in an order of its own.
+    The tokens are cut into windows of `seq_len` inputs, whose targets are the tokens one further on. Every epoch
+    assigns each window to one rank once, in an order of its own.
     """
 
     def __init__(self, path: Path, rank: int, world_size: int, batch_size: int, seq_len: int, seed: int) -> None:
+        """Maps the file of tokens, at position 0.
+
+        Args:
+            path: made by `prepare`.
+            rank: this rank.
+            world_size: number of ranks.
+            batch_size: sequences of a batch.
+            seq_len: tokens of a sequence.
+            seed: of the order of the windows.
+
+        Raises:
+            ConfigError: the text is shorter than one window.
+        """
         self._tokens: npt.NDArray[Any] = np.load(path, mmap_mode="r").view(np.ndarray)
         _check_length(self._tokens.size, seq_len, str(path))
         self._rank, self._world_size, self._batch_size = rank, world_size, batch_size
@@ -185,12 +205,12 @@ class Batches:
         self._num_windows = (self._tokens.size - 1) // seq_len
         self._window = np.arange(seq_len + 1)
         self.position = 0
-        """Batches read so far; may be set, to resume."""
+        """Number of batches read so far; may be set, to resume."""
         self.digest: int = xxhash.xxh3_64_intdigest(self._tokens)
         """64-bit digest of all tokens: equal on machines that train on the same data."""
 
     def next(self) -> tuple[Tokens, Tokens]:
-        """Token ids of the next batch and their targets, both [batch_size, seq_len]."""
+        """Returns the token ids of the next batch and their targets, both [batch_size, seq_len]."""
         first = (self.position * self._world_size + self._rank) * self._batch_size
         windows = [self._window_at(count) for count in range(first, first + self._batch_size)]
         starts = np.array(windows)[:, None] * (self._window.size - 1)
@@ -199,7 +219,7 @@ class Batches:
         return np.ascontiguousarray(batch[:, :-1]), np.ascontiguousarray(batch[:, 1:])
 
     def _window_at(self, count: int) -> int:
-        """The window dealt out as number `count` since the start of training, over all ranks."""
+        """Returns the window with number `count` since the start of training, over all ranks."""
         epoch, index = divmod(count, self._num_windows)
         return int(_shuffled(self._num_windows, self._seed, epoch)[index])
 

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from capricorn.config.scenario import ModelConfig
 from capricorn.hooks import NO_LAYER, TrainerHook
-from capricorn.loads.forced_routing import Loads
+from capricorn.loads.forced_routing import ForcedRouting
 from capricorn.sizing.memory import MLA_KV_RANK, MLA_Q_RANK, MLA_ROPE_DIM
 from capricorn.trainer.exchange import Network
 from capricorn.trainer.moe import NORM_EPS, MoE, SwiGLU
@@ -24,21 +24,21 @@ ROPE_BASE = 10000.0
 
 
 def rope_table(seq_len: int, rope_dim: int) -> Tensor:
-    """Cosines and sines [2, S, r/2] of the rotary position embedding."""
+    """Returns cosines and sines [2, S, r/2] of the rotary position embedding."""
     freq_r = ROPE_BASE ** (-torch.arange(0, rope_dim, 2, dtype=torch.float32) / rope_dim)
     angle_Sr = torch.arange(seq_len, dtype=torch.float32).unsqueeze(1) * freq_r
     return torch.stack([angle_Sr.cos(), angle_Sr.sin()])
 
 
 def rotate(x_BHSr: Tensor, rope_2Sr: Tensor) -> Tensor:
-    """The vectors, each pair (i, i + r/2) turned by its position's angle."""
+    """Returns the vectors, each pair (i, i + r/2) turned by its position's angle."""
     cos_Sr, sin_Sr = rope_2Sr[:, : x_BHSr.shape[-2]]
     a, b = x_BHSr.chunk(2, dim=-1)
     return torch.cat([a * cos_Sr - b * sin_Sr, b * cos_Sr + a * sin_Sr], dim=-1).type_as(x_BHSr)
 
 
 def split_heads(x_BSD: Tensor, num_heads: int) -> Tensor:
-    """The heads lying side by side in the last dim, as [B, H, S, d]."""
+    """Returns the heads that lie side by side in the last dim as [B, H, S, d]."""
     batch, positions, width = x_BSD.shape
     return x_BSD.view(batch, positions, num_heads, width // num_heads).transpose(1, 2)
 
@@ -107,11 +107,19 @@ class Block(nn.Module):
     def __init__(
         self, layer: int, attention: nn.Module, *, moe: nn.Module | None = None, mlp: nn.Module | None = None
     ) -> None:
+        """Puts a layer together.
+
+        Args:
+            layer: its number, from 0.
+            attention: with its norm, without the residual branch.
+            moe: the MoE block, if it is an MoE layer.
+            mlp: the dense feed-forward block with its norm, if it is not.
+        """
         super().__init__()
         self.layer, self.attention, self.moe, self.mlp = layer, attention, moe, mlp
 
     def forward(self, x_BSD: Tensor, hook: TrainerHook | None) -> tuple[Tensor, Tensor | None]:
-        """The tokens after the layer, and its balance loss if it is MoE."""
+        """Returns the tokens after the layer, and its balance loss if it is MoE."""
         x_BSD = run_op(hook, self.layer, "attention", lambda x: x + self.attention(x), x_BSD)
         if self.moe is not None:
             y_TD, balance = self.moe(x_BSD.flatten(0, 1), hook)
@@ -139,7 +147,7 @@ class Decoder(nn.Module):
         return x_BSD
 
     def forward(self, tokens_BS: Tensor, targets_BS: Tensor, hook: TrainerHook | None = None) -> Tensor:
-        """The mean cross entropy over this rank's tokens plus the weighted balance losses: a scalar in fp32."""
+        """Returns the mean cross entropy over this rank's tokens plus the weighted balance losses: a scalar in fp32."""
         x_BSD, balances = self.embed(tokens_BS), []
         for block in self.layers:
             x_BSD, balance = block(x_BSD, hook)
@@ -152,8 +160,18 @@ class Decoder(nn.Module):
         return cross_entropy(logits_TV, targets_BS.flatten())
 
 
-def mixtral(config: ModelConfig, rank: int, world_size: int, network: Network, loads: Loads | None) -> Decoder:
-    """Family `mixtral`: RMSNorm, RoPE, grouped-query or latent attention, SwiGLU, dropless routing."""
+def mixtral(
+    config: ModelConfig, rank: int, world_size: int, network: Network, forced_routing: ForcedRouting | None
+) -> Decoder:
+    """Makes a model of family `mixtral`: RMSNorm, RoPE, grouped-query or latent attention, SwiGLU, dropless routing.
+
+    Args:
+        config: of the model.
+        rank: whose experts it holds.
+        world_size: number of ranks.
+        network: exchanges tokens.
+        forced_routing: assigns the experts in place of the router; None leaves it to the router.
+    """
 
     def norm() -> nn.Module:
         return nn.RMSNorm(config.hidden, eps=NORM_EPS)
@@ -162,7 +180,7 @@ def mixtral(config: ModelConfig, rank: int, world_size: int, network: Network, l
         core = LatentAttention(config) if config.attention == "mla" else Attention(config)
         attention = nn.Sequential(norm(), core)
         if config.is_moe(layer):
-            return Block(layer, attention, moe=MoE(config, layer, rank, world_size, network, loads))
+            return Block(layer, attention, moe=MoE(config, layer, rank, world_size, network, forced_routing))
         return Block(layer, attention, mlp=nn.Sequential(norm(), SwiGLU(config.hidden, config.dense_ffn)))
 
     return Decoder(config, map(block, range(config.num_layers)), norm())

@@ -1,5 +1,6 @@
-"""How the ranks of a group exchange rows and sums: over the real network, and through paced links where they are
-modelled in user space. Knows no model and no checkpoint.
+"""How the ranks of a group exchange rows and sums: over the real network, or also through paced links.
+
+Paced links are those modelled in user space. Knows no model and no checkpoint.
 
 Shapes: N rows sent, M rows received, D width of a row.
 """
@@ -17,7 +18,7 @@ from capricorn.emulation.route import Route
 from capricorn.units import Bytes, Seconds
 
 PACE_TIMEOUT_S: Seconds = 120.0
-"""Of what one all-to-all sends over paced links."""
+"""Deadline for everything that one all-to-all sends over paced links."""
 
 
 class Network:
@@ -35,6 +36,12 @@ class Network:
 
         On the CPU all receives are posted before the first send, with which gloo fills a link better than by its own
         all-to-all.
+
+        Args:
+            rows_MD: receives the rows.
+            rows_ND: the rows to send, by receiver.
+            receive: number of rows from each rank; sums to M.
+            send: number of rows for each rank; sums to N.
         """
         if rows_ND.device.type != "cpu":
             dist.all_to_all_single(rows_MD, rows_ND, list(receive), list(send), group=self.group)
@@ -52,7 +59,7 @@ class Network:
                 work.wait()
 
     def gather(self, row_D: Tensor) -> Tensor:
-        """The rows [ranks, D] of all ranks; collective. In one step: a ring would wait in every queue on its way."""
+        """Returns the rows [ranks, D] of all ranks; collective. A ring would wait in every queue on its way."""
         rows_WD = row_D.new_empty(self.size, len(row_D))
         ones = [1] * self.size
         self.all_to_all(rows_WD, row_D.expand_as(rows_WD).contiguous(), ones, ones)
@@ -76,7 +83,7 @@ class Network:
             neighbour.pass_through(num_bytes)
 
     def _paced(self, sizes: Mapping[int, Bytes]) -> Iterator[int]:
-        """The ranks, each once what it is sent would have left; those on this node at once."""
+        """Yields the ranks, each once everything it is sent would have left; those on this node at once."""
         waits: dict[Future[None], int] = {}
         for rank, num_bytes in sizes.items():
             if rank in self._routes and self._threads is not None and num_bytes:

@@ -46,6 +46,15 @@ class HookedMoE(MOELayer):  # type: ignore[misc]
     """
 
     def __init__(self, config: ModelConfig, layer: int, rank: int, world_size: int, network: Network):
+        """Makes the layer with the experts of one rank.
+
+        Args:
+            config: of the model.
+            layer: its number, from 0.
+            rank: whose experts it holds.
+            world_size: number of ranks.
+            network: exchanges tokens.
+        """
         ids = expert_split(config.num_experts, world_size)[rank]
         experts = nn.ModuleList(GeluExpert(config.hidden, config.ffn, expert_id) for expert_id in ids)
         super().__init__(Top2Gate(config.hidden, config.num_experts), experts, network.group)
@@ -53,7 +62,8 @@ class HookedMoE(MOELayer):  # type: ignore[misc]
         self.norm = nn.LayerNorm(config.hidden)
 
     def forward(self, x_TD: Tensor, hook: TrainerHook | None) -> tuple[Tensor, Tensor]:
-        """What the experts add to the tokens [T, D], and the balance loss, 1 when experts are loaded alike.
+        """Returns what the experts add to the tokens [T, D], and the balance loss, 1 when experts are loaded
+        alike.
 
         Source: fairscale 0.4.13, MOELayer.forward; GShard, algorithm 2.
         """
@@ -67,7 +77,7 @@ class HookedMoE(MOELayer):  # type: ignore[misc]
         return torch.einsum("tec,ecd->td", weights_TEC, rows_ND.view(*weights_TEC.shape[1:], -1)), balance
 
     def _route(self, x_TD: Tensor) -> tuple[Tensor, ...]:
-        """Rows by expert, weights for the way back, balance loss, rows kept per expert."""
+        """Returns rows by expert, weights for the way back, balance loss, rows kept per expert."""
         h_TD = self.norm(x_TD)
         balance, weights_TEC, kept_TEC = self.gate(h_TD)
         rows_ECD = torch.einsum("tec,td->ecd", kept_TEC.to(h_TD.dtype), h_TD)
@@ -92,7 +102,14 @@ class GptDecoder(Decoder):
 
 
 def gpt_moe(config: ModelConfig, rank: int, world_size: int, network: Network) -> Decoder:
-    """Family `gpt-moe`: GPT-2 with LayerNorm, learned positions, biases, and MoE in some layers."""
+    """Makes a model of family `gpt-moe`: GPT-2 with LayerNorm, learned positions, biases, and MoE in some layers.
+
+    Args:
+        config: of the model.
+        rank: whose experts it holds.
+        world_size: number of ranks.
+        network: exchanges tokens.
+    """
     hidden, ffn = config.hidden, config.ffn
 
     def block(layer: int) -> Block:

@@ -56,8 +56,8 @@ class StallMeter(TrainerHook):
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """One iteration on one rank."""
+class TrainedIteration:
+    """The loss and the times of one iteration on one rank."""
 
     iteration: int
     loss: float
@@ -77,11 +77,20 @@ class Trainer:
         meter: StallMeter,
         hook: TrainerHook,
     ) -> None:
-        """`hook` hears every moment; `meter`, which is part of it, is the checkpointing system."""
+        """Puts the parts of a training together.
+
+        Args:
+            model: yields the loss of a batch.
+            optimizer: updates the model.
+            batches: of this rank.
+            device: where the model is.
+            meter: the checkpointing system; it is part of `hook`.
+            hook: hears every moment.
+        """
         self._model, self._optimizer, self._batches, self._device = model, optimizer, batches, device
         self._meter, self._hook = meter, hook
 
-    def run(self, iteration: int) -> Measured:
+    def run(self, iteration: int) -> TrainedIteration:
         """Trains iteration `iteration`, counted from 1; the state before it must be that of `iteration` - 1."""
         begin_s, stalled_s = time.perf_counter(), self._meter.stall_s
         self._hook.on_iteration_begin(iteration)
@@ -92,7 +101,7 @@ class Trainer:
         self._update(iteration)
         value = float(loss.item())  # on a GPU this waits for the iteration to end
         self._hook.on_iteration_end(iteration)
-        return Measured(iteration, value, time.perf_counter() - begin_s, self._meter.stall_s - stalled_s)
+        return TrainedIteration(iteration, value, time.perf_counter() - begin_s, self._meter.stall_s - stalled_s)
 
     def _forward(self) -> torch.Tensor:
         tokens_BS, targets_BS = (torch.from_numpy(part).to(self._device) for part in self._batches.next())

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from capricorn.config.scenario import ModelConfig
-from capricorn.loads.forced_routing import Loads
+from capricorn.loads.forced_routing import ForcedRouting
 from capricorn.trainer.decoder import mixtral
 from capricorn.trainer.exchange import Network
 from capricorn.trainer.moe import expert_ids_of, expert_key
@@ -23,12 +23,12 @@ def build_model(
     network: Network,
     device: torch.device | str,
     seed: int,
-    loads: Loads | None = None,
+    forced_routing: ForcedRouting | None = None,
 ) -> nn.Module:
-    """The model with the experts of `rank`; called as `model(tokens_BS, targets_BS, hook)` it yields the loss.
+    """Returns the model with the experts of `rank`; called as `model(tokens_BS, targets_BS, hook)` it yields the loss.
 
     The initial weights depend on the seed and the parameter's global name only: the dense ones are equal on all ranks,
-    and a model on one rank starts equal to the same model on many.
+    and a model on one rank starts equal to that on many.
 
     Args:
         config: its family chooses the class.
@@ -37,7 +37,10 @@ def build_model(
         network: exchanges tokens.
         device: where parameters live; on `meta` they have no values.
         seed: of the initial weights.
-        loads: of the experts, in place of the router's; not for family `gpt-moe`.
+        forced_routing: assigns the experts, in place of the router; not for family `gpt-moe`.
+
+    Raises:
+        ConfigError: there are more ranks than experts.
     """
     with torch.device(device):
         if config.family == "gpt-moe":
@@ -46,7 +49,7 @@ def build_model(
 
             model: nn.Module = gpt_moe(config, rank, world_size, network)
         else:
-            model = mixtral(config, rank, world_size, network, loads)
+            model = mixtral(config, rank, world_size, network, forced_routing)
     if torch.device(device).type != "meta":
         init_parameters(model, seed)
     return model

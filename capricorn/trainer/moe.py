@@ -14,7 +14,7 @@ from torch.nn.functional import linear, silu
 
 from capricorn.config.scenario import ModelConfig
 from capricorn.hooks import TrainerHook
-from capricorn.loads.forced_routing import Loads
+from capricorn.loads.forced_routing import ForcedRouting
 from capricorn.topology import expert_split
 from capricorn.trainer.exchange import Network
 from capricorn.trainer.ops import all_to_all, permute, run_op, sort_order, spread
@@ -23,19 +23,19 @@ NORM_EPS = 1e-6
 
 
 def expert_parameter(expert_ids: range, *shape: int) -> nn.Parameter:
-    """A parameter of several experts, stacked in dim 0; its attribute `expert_ids` gives their global ids."""
+    """Returns a parameter of several experts, stacked in dim 0; its attribute `expert_ids` gives their global ids."""
     param = nn.Parameter(torch.empty(len(expert_ids), *shape))
     param.expert_ids = expert_ids  # type: ignore[attr-defined]
     return param
 
 
 def expert_ids_of(param: Tensor) -> range | None:
-    """The global ids along dim 0, or None for a dense parameter."""
+    """Returns the global ids along dim 0, or None for a dense parameter."""
     return getattr(param, "expert_ids", None)
 
 
 def expert_key(name: str, expert_id: int) -> str:
-    """The global name of one expert's slice: `layers.0.moe.experts.w1`, 5 -> `layers.0.moe.experts.5.w1`.
+    """Returns the global name of one expert's slice: `layers.0.moe.experts.w1`, 5 -> `layers.0.moe.experts.5.w1`.
 
     An index after `experts` is a local one, as fairscale numbers them, and is replaced.
     """
@@ -66,7 +66,7 @@ class Experts(nn.Module):
         self.w3 = expert_parameter(expert_ids, ffn, hidden)
 
     def forward(self, rows_RD: Tensor, rows_per_expert: list[int]) -> Tensor:
-        """Each expert's rows through it; an expert without rows still gets a gradient, of zeros."""
+        """Returns each expert's rows passed through it; an expert without rows still gets a gradient, of zeros."""
         weights = zip(torch.split(rows_RD, rows_per_expert), self.w1, self.w2, self.w3, strict=True)
         return torch.cat([linear(silu(linear(x, w1)) * linear(x, w3), w2) for x, w1, w2, w3 in weights])
 
@@ -74,18 +74,34 @@ class Experts(nn.Module):
 class MoE(nn.Module):
     """Norm, router, routed and shared experts of one layer.
 
-    Given loads overrule the router's choice of experts, not its weights, so that the loss stays a real one.
-    The router takes the top-k of a softmax in fp32 and renormalises it. The balance loss is Switch Transformer's, with
-    the fractions of tokens taken over all ranks, so that it does not depend on how a batch is split over ranks.
-    Departs: models that route otherwise (DeepSeek-V3 by biased sigmoids) are routed this way too.
+    Forced routing overrules the router's choice of experts, not its weights, so that the loss stays a real one. The
+    router takes the top-k of a softmax in fp32 and renormalises it. The balance loss is Switch Transformer's, with the
+    fractions of tokens taken over all ranks, so that it does not depend on how a batch is split over ranks. Departs:
+    models that route otherwise (DeepSeek-V3 by biased sigmoids) are routed this way too.
     """
 
     def __init__(
-        self, config: ModelConfig, layer: int, rank: int, world_size: int, network: Network, loads: Loads | None = None
+        self,
+        config: ModelConfig,
+        layer: int,
+        rank: int,
+        world_size: int,
+        network: Network,
+        forced_routing: ForcedRouting | None = None,
     ) -> None:
+        """Makes the layer with the experts of one rank.
+
+        Args:
+            config: of the model.
+            layer: its number, from 0.
+            rank: whose experts it holds.
+            world_size: number of ranks.
+            network: exchanges tokens.
+            forced_routing: assigns the experts in place of the router; None leaves it to the router.
+        """
         super().__init__()
         self.layer, self.rank, self.top_k = layer, rank, config.top_k
-        self.network, self.loads = network, loads
+        self.network, self.forced_routing = network, forced_routing
         self.split = expert_split(config.num_experts, world_size)
         self.norm = nn.RMSNorm(config.hidden, eps=NORM_EPS)
         self.gate = nn.Linear(config.hidden, config.num_experts, bias=False)
@@ -94,7 +110,7 @@ class MoE(nn.Module):
         self.shared = SwiGLU(config.hidden, shared * config.ffn) if shared else None
 
     def forward(self, x_TD: Tensor, hook: TrainerHook | None) -> tuple[Tensor, Tensor]:
-        """What the experts add to the tokens [T, D], and the balance loss, 1 when experts are loaded alike."""
+        """Returns what the experts add to the tokens [T, D], and the balance loss, 1 if experts are loaded alike."""
         h_TD, rows_AD, weights_TK, probs_E, counts_E, order_A, inverse_A = run_op(
             hook, self.layer, "gate", self._route, x_TD
         )
@@ -118,7 +134,7 @@ class MoE(nn.Module):
         return y_TD, len(frac_E) * (frac_E * probs_E).sum()
 
     def _route(self, x_TD: Tensor) -> tuple[Tensor, ...]:
-        """Normed tokens, their copies sorted by expert, weights, mean probabilities, counts, order and its inverse."""
+        """Returns normed tokens, their copies by expert, weights, mean probabilities, counts, order and its inverse."""
         h_TD = self.norm(x_TD)
         probs_TE = self.gate(h_TD).float().softmax(-1)
         experts_TK = self._choose(probs_TE)
@@ -133,13 +149,13 @@ class MoE(nn.Module):
         return h_TD, rows_AD, weights_TK, probs_TE.mean(0), counts_E, order_A, inverse_A
 
     def _choose(self, probs_TE: Tensor) -> Tensor:
-        """The experts [T, K] of each token: the likeliest, or those that given loads ask for."""
-        if self.loads is None:
+        """Returns the experts [T, K] of each token: the likeliest, or those that forced routing assigns."""
+        if self.forced_routing is None:
             return torch.topk(probs_TE, self.top_k, dim=-1).indices
-        return self.loads.choose(self.layer, len(probs_TE)).to(probs_TE.device)
+        return self.forced_routing.assign_experts(self.layer, len(probs_TE)).to(probs_TE.device)
 
     def _compute(self, rows_RD: Tensor, h_TD: Tensor, received: list[list[int]]) -> tuple[Tensor, ...]:
-        """The rows through the routed experts and, if any, the tokens through the shared ones.
+        """Returns the rows passed through the routed experts and, if any, the tokens passed through the shared ones.
 
         Rows come by sender and then expert; `received` [W][L] says how many of each.
         """

@@ -36,16 +36,23 @@ class _Mark(Function):
 
 
 def _mark(notify: Callable[[OpKey], None], op: OpKey, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The tensors, those with a gradient passed through one mark."""
+    """Returns the tensors, those with a gradient passed through one mark."""
     marked = iter(_Mark.apply(notify, op, *(t for t in tensors if t.requires_grad)))  # type: ignore[no-untyped-call]
     return tuple(next(marked) if t.requires_grad else t for t in tensors)
 
 
 def run_op(hook: TrainerHook | None, layer: int, kind: OpKind, fn: Callable[..., Result], *tensors: Tensor) -> Result:
-    """`fn(*tensors)` as one op: the hook hears its begin and end in forward, and again in backward.
+    """Runs `fn(*tensors)` as one op: the hook hears its begin and end in forward, and again in backward.
 
     All tensors that carry gradient into or out of the op must be arguments or results of `fn`; else its backward would
     run outside the marks. Without a hook nothing is marked.
+
+    Args:
+        hook: hears the op; None marks nothing.
+        layer: of the op.
+        kind: of the op.
+        fn: computes it.
+        *tensors: the arguments of `fn`.
     """
     if hook is None:
         return fn(*tensors)
@@ -110,14 +117,14 @@ def all_to_all(
     layer: int,
     kind: OpKind,
 ) -> Tensor:
-    """The rows [M, D] that the ranks send here, by sender; an op of its own in both directions.
+    """Returns the rows [M, D] that the ranks send here, by sender; an op of its own in both directions.
 
     Collective, also for a rank that sends or receives nothing.
 
     Args:
-        rows_ND: what this rank sends, by receiver.
-        send: rows for each rank; sums to N.
-        receive: rows from each rank; sums to M.
+        rows_ND: the rows to send, by receiver.
+        send: number of rows for each rank; sums to N.
+        receive: number of rows from each rank; sums to M.
         network: of the ranks.
         hook: hears the begin and end of the communication alone.
         layer: of the op.
@@ -141,7 +148,7 @@ class _Permute(Function):
 
 
 def permute(rows_ND: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
-    """The rows `order_N` names, in that order; `inverse_N` is the inverse permutation."""
+    """Returns the rows that `order_N` names, in that order; `inverse_N` is the inverse permutation."""
     permuted_ND: Tensor = _Permute.apply(rows_ND, order_N, inverse_N)  # type: ignore[no-untyped-call]
     return permuted_ND
 
@@ -162,13 +169,20 @@ class _Spread(Function):
 
 
 def spread(rows_ND: Tensor, copies: int, order_A: Tensor, inverse_A: Tensor) -> Tensor:
-    """`copies` of each row, A = N * copies in all, of which `order_A` names the next; `inverse_A` is its inverse."""
+    """Returns each row several times, in a given order, without a copy in between.
+
+    Args:
+        rows_ND: the rows.
+        copies: how often each occurs; A = N * copies in all.
+        order_A: names the copies in the order of the result.
+        inverse_A: the inverse of `order_A`.
+    """
     spread_AD: Tensor = _Spread.apply(rows_ND, copies, order_A, inverse_A)  # type: ignore[no-untyped-call]
     return spread_AD
 
 
 def sort_order(keys_N: Tensor) -> tuple[Tensor, Tensor]:
-    """The stable order that sorts the keys, and its inverse."""
+    """Returns the stable order that sorts the keys, and its inverse."""
     order_N = torch.argsort(keys_N, stable=True)
     inverse_N = torch.empty_like(order_N)
     inverse_N[order_N] = torch.arange(len(order_N), device=order_N.device)

@@ -1,5 +1,6 @@
-"""The update: gradient reduction, clipping, AdamW with the dense parameters' state sharded over ranks, and which
-tensors of the training state each rank owns. Knows no checkpoint.
+"""The update: gradient reduction, clipping, AdamW with the dense parameters' state sharded over ranks.
+
+Tells which tensors of the training state each rank owns. Knows no checkpoint.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ REDUCE = OpKey(NO_LAYER, "backward", "reduce")
 
 
 def learning_rate(train: TrainConfig, iteration: int) -> float:
-    """The rate of iteration `iteration` (from 1): linear warm-up to `lr`, then a cosine down to `min_lr_frac` of it."""
+    """Returns the rate of an iteration, from 1: linear warm-up to `lr`, then a cosine to `min_lr_frac` of it."""
     if iteration <= train.lr_warmup_iterations:
         return train.lr * iteration / train.lr_warmup_iterations
     after, length = iteration - train.lr_warmup_iterations, train.schedule_iterations - train.lr_warmup_iterations
@@ -67,7 +68,7 @@ class Optimizer:
             param.grad = torch.zeros_like(param)
 
     def _find_owners(self) -> dict[str, int]:
-        """The rank whose optimizer updates each dense parameter."""
+        """Returns the rank whose optimizer updates each dense parameter."""
         owner = {
             id(param): rank
             for rank, groups in enumerate(self.oss.partition_parameters())
@@ -100,7 +101,7 @@ class Optimizer:
             hook.on_op_end(REDUCE)
 
     def clip(self) -> Tensor:
-        """Scales all gradients to a norm of at most `clip_norm`; yields the norm before, over all parameters.
+        """Scales all gradients to a norm of at most `clip_norm`; returns the norm before, over all parameters.
 
         Collective. Counts dense gradients once and experts' over all ranks; so it must follow `reduce`.
         """
@@ -115,7 +116,7 @@ class Optimizer:
         return [p.grad for p in self._experts.values() if p.grad is not None]
 
     def set_lr(self, iteration: int) -> float:
-        """Sets and yields the learning rate of that iteration."""
+        """Sets and returns the learning rate of that iteration."""
         lr = learning_rate(self.train, iteration)
         for group in (*self.oss.param_groups, *self.local.param_groups):
             group["lr"] = lr
@@ -128,7 +129,7 @@ class Optimizer:
         self.oss.step()
 
     def owned_tensors(self) -> dict[str, Tensor]:
-        """The live tensors this rank owns, by global name; over all ranks each part of the state occurs once.
+        """Returns the live tensors this rank owns, by global name; over all ranks each part of the state occurs once.
 
         `param/`, `exp_avg/` and `exp_avg_sq/` name a dense parameter or one expert's slice of one, `step/` a count of
         updates. Slices of one stacked tensor follow each other, and so do dense parameters as they lie in memory.
@@ -147,7 +148,7 @@ class Optimizer:
         return owned
 
     def aliases(self) -> dict[str, str]:
-        """Further names of tied parameters, each with the name it is owned under."""
+        """Returns further names of tied parameters, each with the name it is owned under."""
         return dict(self._aliases)
 
     @torch.no_grad()
@@ -159,7 +160,7 @@ class Optimizer:
 
 
 def _groups(named: dict[str, nn.Parameter], train: TrainConfig) -> list[dict[str, Any]]:
-    """Parameter groups with weight decay on matrices only, the largest parameter first so that OSS balances ranks."""
+    """Returns parameter groups with weight decay on matrices only, the largest first so that OSS balances ranks."""
     params = sorted(named.values(), key=Tensor.numel, reverse=True)
     decayed = [p for p in params if _is_matrix(p)]
     others = [p for p in params if not _is_matrix(p)]
@@ -186,7 +187,7 @@ def _materialise(adamw: AdamW) -> None:
 
 
 def _flatten_grads(params: list[nn.Parameter]) -> Tensor:
-    """A zeroed buffer of which each parameter's gradient is made a view."""
+    """Returns a zeroed buffer of which each parameter's gradient is made a view."""
     flat = torch.zeros(sum(map(Tensor.numel, params)), device=params[0].device)
     for param, grad in zip(params, torch.split(flat, [p.numel() for p in params]), strict=True):
         param.grad = grad.view_as(param)
@@ -194,7 +195,7 @@ def _flatten_grads(params: list[nn.Parameter]) -> Tensor:
 
 
 def _parts(name: str, param: Tensor, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The tensor by global name: whole if dense, else one slice an expert."""
+    """Yields the tensor by global name: whole if dense, else one slice an expert."""
     ids = expert_ids_of(param)
     if ids is None:
         yield name, tensor
@@ -204,6 +205,6 @@ def _parts(name: str, param: Tensor, tensor: Tensor) -> Iterator[tuple[str, Tens
 
 
 def _step_key(name: str, param: Tensor) -> str:
-    """A name that no other rank's stacked parameter has: `layers.0.moe.experts.w1@0-3`."""
+    """Returns a name that no other rank's stacked parameter has: `layers.0.moe.experts.w1@0-3`."""
     ids = expert_ids_of(param)
     return name if ids is None else f"{expert_key(name, ids.start)}@{ids.start}-{ids.stop - 1}"

@@ -1,4 +1,4 @@
-"""What a rank trains: model, optimizer, data and their state. Made once, and kept when the job starts again.
+"""The training of one rank: model, optimizer, data and their state. Made once, and kept when the job starts again.
 
 Knows no checkpoint, no failure and no process.
 """
@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from capricorn.config.scenario import Scenario
 from capricorn.emulation.route import Route
-from capricorn.loads.forced_routing import Loads
-from capricorn.loads.load_source import given_shares
+from capricorn.loads.forced_routing import ForcedRouting
+from capricorn.loads.load_source import source_shares
 from capricorn.records.job_file import Job
 from capricorn.trainer.data import Batches
 from capricorn.trainer.exchange import Network
@@ -20,16 +20,26 @@ from capricorn.trainer.optimizer import Optimizer
 from capricorn.trainer.training_state import training_state
 
 
-class Training:
-    """One rank's part, at the initial state of the seed."""
+class RankTraining:
+    """One rank's part of the training, at the initial state of the seed."""
 
     def __init__(self, job: Job, rank: int, device: torch.device, routes: dict[int, Route]) -> None:
-        """Collective: all ranks are in the default group."""
+        """Builds all parts; collective: all ranks are in the default group.
+
+        Args:
+            job: the scenario and the file of tokens.
+            rank: this rank.
+            device: where the model lives.
+            routes: by rank, the way there over paced links.
+
+        Raises:
+            ConfigError: the model, the text or the load source does not fit the scenario.
+        """
         scenario = job.scenario
         seed, world_size = scenario.train.seed, scenario.topology.world_size
-        self.device, self.loads = device, _given_loads(scenario, rank)
+        self.device, self.forced_routing = device, _forced_routing(scenario, rank)
         self.network = Network(dist.group.WORLD, routes)
-        self.model = build_model(scenario.model, rank, world_size, self.network, device, seed, self.loads)
+        self.model = build_model(scenario.model, rank, world_size, self.network, device, seed, self.forced_routing)
         self.optimizer = Optimizer(self.model, scenario.train, self.network)
         shape = (scenario.model.batch_size, scenario.model.seq_len)
         self.batches = Batches(job.tokens, rank, world_size, *shape, seed)
@@ -41,18 +51,18 @@ class Training:
         self._use(None)
 
     def rejoin(self) -> None:
-        """Goes on in the default group of now, which has the same ranks as that before."""
+        """Goes on in the default group of now, which has the ranks of the one before."""
         self._use(dist.group.WORLD)
 
     def _use(self, group: dist.ProcessGroup | None) -> None:
         self.network.group = self.optimizer.group = self.optimizer.oss.group = group
 
 
-def _given_loads(scenario: Scenario, rank: int) -> Loads | None:
-    """Loads that overrule the router's, if the scenario gives some."""
+def _forced_routing(scenario: Scenario, rank: int) -> ForcedRouting | None:
+    """Returns the forced routing of a scenario with a load source; None if the router decides."""
     loads, train, model = scenario.loads, scenario.train, scenario.model
-    shares_IME = given_shares(loads, model, num_iterations=train.iterations, seed=train.seed)
+    shares_IME = source_shares(loads, model, num_iterations=train.iterations, seed=train.seed)
     if shares_IME is None:
         return None
     layers = [layer for layer in range(model.num_layers) if model.is_moe(layer)]
-    return Loads(shares_IME, layers=layers, top_k=model.top_k, seed=train.seed, rank=rank)
+    return ForcedRouting(shares_IME, layers=layers, top_k=model.top_k, seed=train.seed, rank=rank)

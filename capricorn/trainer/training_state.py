@@ -1,4 +1,4 @@
-"""What of a training job must survive a failure: owned tensors, random state, data position."""
+"""The state of a training job that must survive a failure: owned tensors, random state, data position."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from capricorn.trainer.optimizer import Optimizer
 
 
 def training_state(optimizer: Optimizer, batches: Batches, device: torch.device) -> FlatState:
-    """The state of this rank, as the checkpointing systems see it.
+    """Returns the state of this rank, as the checkpointing systems see it.
 
     The learning-rate schedule is a function of the iteration, which every checkpoint is named by, and needs no entry.
     """

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torchsnapshot.scheduler
 import torchsnapshot.snapshot
-from capricorn.baselines.snapshot_corrections import corrected
+from capricorn.baselines.torch_snapshot import corrected
 from torchsnapshot import Snapshot, StateDict
 from torchsnapshot.dist_store import LinearBarrier
 from torchsnapshot.io_preparers.tensor import TensorBufferStager

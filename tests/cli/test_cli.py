@@ -136,7 +136,7 @@ MISTAKES = [
     (["run", "--cluster", "p5"], "unknown cluster 'p5'"),
     (["run", "--set", "system.name=x"], "unknown system 'x'"),
     (["run", "--ckpt", "every-0"], "every-N with N >= 1"),
-    (["run", "--iterations", "0"], "'--iterations': 0"),
+    (["run", "--iterations", "0"], "'--iterations': '0' is not a whole number, 1 or more"),
     (["run", "--iterations", "x"], "'--iterations': 'x'"),
     (["run", "--warmup", "30"], "warmup 30 leaves nothing of 30 iterations"),
     (["run", "--replicas", "3"], "use --nodes 3 or --replicas 2"),
@@ -157,6 +157,27 @@ MISTAKES = [
     (["inspect"], "missing argument 'TARGET'"),
     (["clean", "--root", "/no/such"], "no such folder"),
     (["doctor", "--model", "x"], "unknown model 'x'"),
+    (["doctor", "--nodes", "0"], "'--nodes': '0' is not a whole number, 1 or more"),
+    (["run", "--seed", "-1"], "'--seed': '-1' is not a whole number, 0 or more"),
+    (["run", "--ckpt", "often"], "--ckpt 'often' is not every-iter, every-N with N >= 1, or off"),
+    (["run", "--loads", "stabel"], "did you mean 'stable'?"),
+    (["run", "--set", "x"], "--set 'x' is not key=value, as in system.every=2; see capricorn-bench list settings"),
+    (["run", "--set", "x=1"], "unknown key 'x'; sections: model, train"),
+    (["run", "--set", "system.every=x"], "system.every = 'x': should be a whole number"),
+    (["run", "--set", "train.lr=x"], "train.lr = 'x': should be a number"),
+    (["run", "--set", "planner.gate=x"], "planner.gate = 'x': should be true or false"),
+    (["run", "--set", "planner.spans=x"], "should be 'load', 'layer', 'global' or 'none'"),
+    (["run", "--set", "planner.replan=evry-iter"], "did you mean 'every-iter'?"),
+    (["run", "--set", "planner.risk=2"], "planner.risk = '2': should be less than 1"),
+    (["run", "--set", "system.block_bytes=much"], "write a number and one of B, KB"),
+    (["run", "--fault", "kill@rank=1"], "iteration is missing"),
+    (["run", "--keep-store=3"], "'--keep-store' does not take a value"),
+    (["compare", "--threshold", "x"], "--threshold 'x' is no part of a whole; write 5% or 0.05"),
+    (["faults", "--count", "0"], "'--count': '0' is not a whole number, 1 or more"),
+    (["faults", "--kinds", "kil"], "did you mean 'kill'?"),
+    (["faults", "--mtbf", "soon"], "write it as in 30s, 5min or 1h"),
+    (["ablate", "--spans", "lod"], "unknown --spans 'lod'; did you mean 'load'?"),
+    (["list", "setings"], "'setings' is not one of 'models', 'systems', 'clusters', 'faults', 'settings'"),
 ]
 
 
@@ -298,7 +319,7 @@ def test_progress_folds_ranks_and_forgets_a_dead_attempt() -> None:
 # --- list, doctor, clean
 
 
-@pytest.mark.parametrize("what", ["models", "systems", "clusters", "faults"])
+@pytest.mark.parametrize("what", ["models", "systems", "clusters", "faults", "settings"])
 def test_list_prints_one_object(what: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli("list", what, "--json") == 0
     listed = json.loads(capsys.readouterr().out)
@@ -314,6 +335,76 @@ def test_list_shows_all_kinds_in_60_columns(
     printed = capsys.readouterr().out
     assert all(name in printed for name in ("qwen3-moe-small", "capricorn", "local", "node-loss"))
     assert max(map(len, printed.splitlines())) <= 60
+
+
+def test_list_shows_every_setting_by_section(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    assert cli("list", "settings") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 60
+    starts = [line.split() for line in lines]
+    assert ["planner.", "type", "default", "what"] in starts
+    assert any(words[:3] == ["replan", "text", "speculative"] for words in starts)
+
+
+def checked(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dict[str, Any]]:
+    """The checks of a command by name."""
+    cli(*arguments, "--json")
+    return {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
+
+
+def test_doctor_alone_says_what_the_machine_can_do(capsys: pytest.CaptureFixture[str]) -> None:
+    found = checked(capsys, "doctor")
+    assert {"privileges", "system capricorn", "system none", "system torch-checkpointing"} <= found.keys()
+
+
+def test_doctor_checks_what_was_asked_for_and_nothing_else(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    given = ("--nodes", "4", "--replicas", "2", "--fault", "kill@rank=1,iteration=3", "--persist-dir", str(folder))
+    found = checked(capsys, "doctor", "--system", "gemini", *given)
+    assert [name for name in found if name.startswith("system ")] == ["system gemini"]
+    assert "privileges" not in found
+    assert found["fault kill@rank=1,iteration=3,op=before_update"]["ok"]
+    assert found[f"--persist-dir {folder}"]["ok"]
+    assert not folder.exists()
+    assert found["two nodes lost at once"]["found"] == "recoverable with probability 66.7%"
+
+
+@pytest.mark.parametrize("command", [("doctor",), ("run", "--dry-run")])
+def test_a_failure_that_cannot_be_injected_is_told_before_the_run(
+    command: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = checked(capsys, *command, "--model", "mixtral-tiny", "--fault", "disk-full@iteration=3")
+    check = next(check for name, check in found.items() if name.startswith("fault disk-full"))
+    assert not check["ok"]
+    assert "--persist-every" in check["found"]
+
+
+def test_nothing_is_foreseen_of_a_system_that_keeps_no_replicas(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "two nodes lost at once" not in checked(capsys, "doctor", "--system", "torch-save")
+    assert "two nodes lost at once" not in checked(capsys, "doctor", "--nodes", "1", "--set", "cluster.device=cpu")
+
+
+@pytest.mark.parametrize(
+    ("system", "sections"),
+    [
+        ("none", set()),
+        ("capricorn", {"planner", "persist"}),
+        ("gemini", {"system.options", "persist"}),
+        ("dcp", {"system.options"}),
+        ("lm-resiliency", {"planner"}),
+    ],
+)
+def test_a_dry_run_tells_the_settings_that_matter_for_its_system(
+    system: str, sections: set[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli(*TINY, "--system", system, "--device", "cpu", "--dry-run") == 0
+    printed = re.findall(r"^([\w.]+): (.*)$", capsys.readouterr().out, re.MULTILINE)
+    always = {"model", "train", "data", "cluster", "loads", "system", "store", "launch"}
+    assert {section for section, _ in printed} == always | sections
+    assert dict(printed)["cluster"] == "name=local nodes=2 ranks_per_node=1 device=cpu"
 
 
 def test_doctor_says_what_does_not_suffice(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from capricorn.cli.experiment import experiment_of
-from capricorn.cli.main import app
+from capricorn.cli.main import load_command
 
 from capricorn.compare.compare_record import PlannedComparison
 from tests.cli.test_cli import cli
@@ -21,7 +21,7 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> Systems:
 
 def experiment(*arguments: str | Path) -> list[PlannedComparison]:
     """What the command would carry out."""
-    asked = app.commands["compare"].make_context("compare", [str(each) for each in arguments])
+    asked = load_command("compare").make_context("compare", [str(each) for each in arguments])
     with asked:
         return experiment_of(asked, asked.params["file"]).comparisons
 
@@ -115,9 +115,9 @@ FILES = [
     ("iteration = 3", "unknown key 'iteration'; did you mean 'iterations'?"),
     ("json = true", "unknown key 'json'"),
     ("system = 'none'", "unknown key 'system'; did you mean 'systems'?"),
-    ("iterations = 'x'", "iterations = 'x': 'x' is not a valid integer range"),
-    ("iterations = 0", "iterations = 0: 0 is not in the range x>=1"),
-    ("iterations = true", "iterations = True: 'True' is not a valid integer range"),
+    ("iterations = 'x'", "iterations = 'x': 'x' is not a whole number, 1 or more"),
+    ("iterations = 0", "iterations = 0: '0' is not a whole number, 1 or more"),
+    ("iterations = true", "iterations = True: 'True' is not a whole number, 1 or more"),
     ("iterations = [3]", "iterations takes one value, not [3]"),
     ("systems = ['none', 'capricron']", "did you mean 'capricorn'?"),
     ("systems = []", "--systems names no system"),
@@ -130,7 +130,7 @@ FILES = [
     ("[[comparisons]]\nout = 'x'", "unknown key 'out'"),
     ("[[comparisons]]\nlabel = 'x'\nmodel = 'y'", "experiment.toml, 'x': unknown model 'y'"),
     ("[[comparisons]]\n[[comparisons]]\nset = ['a=1']", "experiment.toml, comparison 2: --set 'a=1'"),
-    ("[[comparisons]]\nrepeats = 0", "repeats = 0: 0 is not in the range"),
+    ("[[comparisons]]\nrepeats = 0", "repeats = 0: '0' is not a whole number"),
     ("[comparisons]\nlabel = 'x'", "comparisons is no list of tables"),
 ]
 

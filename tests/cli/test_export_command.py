@@ -15,7 +15,7 @@ import pytest
 
 from capricorn.records.samples import ITERATIONS, RUN
 from capricorn.report.export.page import as_html
-from capricorn.report.figures.figures import pictures
+from capricorn.report.figures.comparison_figures import pictures
 from tests.cli.test_cli import cli
 from tests.support.recorded import comparison, row, write_run_folder
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from capricorn.compare.compare_record import CompareRecord, PlannedComparison, parse_variants, write_compare
-from capricorn.compare.finished import load_comparisons
-from capricorn.compare.results import compare_runs
+from capricorn.compare.comparison import compare_runs
+from capricorn.compare.finished_runs import load_comparisons
 from tests.support.comparisons import ENVIRONMENT, Runs, rows_of, scenario_of, show, write_folder, write_runs
 
 

@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from capricorn.compare.compare_record import flat_settings
+from capricorn.config import resolve
 from capricorn.config.cluster import ClusterConfig
-from capricorn.config.fault_spec import KINDS, FaultSpec
+from capricorn.config.fault_kinds import KINDS
+from capricorn.config.fault_spec import FaultSpec
 from capricorn.config.fields import validate
 from capricorn.config.presets import MODELS
 from capricorn.config.resolve import load_model, parse_ckpt
@@ -60,6 +63,39 @@ def test_overrides_take_the_type_of_their_field() -> None:
     assert changed.store.root == "/mnt/a=b"
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "text", "value"),
+    [
+        ("system.give_way", "system.idle_priority", "false", False),
+        ("gemini.mu", "system.options.mu", "0.5", 0.5),
+        ("storage.medium", "system.options.medium", "tmpfs", "tmpfs"),
+    ],
+)
+def test_a_key_of_an_earlier_version_still_sets_its_field_and_says_so(
+    old: str, new: str, text: str, value: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    resolve._note_once.cache_clear()
+    system = "torchsnapshot" if "medium" in old else "gemini"
+    changed = override(TINY, [f"system.name={system}", f"{old}={text}"])
+    assert flat_settings(changed)[new] == value
+    resolve.note_older([f"{old}={text}", f"{new}={text}", f"{old}={text}"])
+    assert capsys.readouterr().err == f"note: {old} is now {new}\n"
+
+
+def test_every_renamed_key_is_known_by_its_new_name_alone() -> None:
+    tree = TINY.model_dump()
+    for old, new in resolve.RENAMED.items():
+        section, _, field = new.partition(".")
+        assert field in tree[section]
+        assert old.partition(".")[2] not in tree[section]
+
+
+def test_records_of_an_earlier_version_are_read_by_the_names_of_today() -> None:
+    system = TINY.system.model_dump()
+    old = {key: value for key, value in system.items() if key != "idle_priority"} | {"give_way": False}
+    assert SystemConfig.model_validate(old) == TINY.system.model_copy(update={"idle_priority": False})
+
+
 def test_the_later_of_two_overrides_wins() -> None:
     assert override(TINY, ["train.seed=1", "train.seed=2"]).train.seed == 2
 
@@ -106,7 +142,8 @@ def test_a_model_may_come_from_a_toml_file(tmp_path: Path) -> None:
     ("text", "message"),
     [
         (MODEL_TOML + "hiden = 3\n", "unknown key 'hiden'"),
-        (MODEL_TOML.replace("num_layers = 2", ""), "num_layers"),
+        (MODEL_TOML.replace("num_layers = 2", ""), "num_layers is missing"),
+        (MODEL_TOML.replace("num_layers", "layers"), "unknown key 'layers'; did you mean 'num_layers'?"),
         (MODEL_TOML.replace("hidden = 32", 'hidden = "wide"'), "hidden = 'wide'"),
         ("= 3", "is not TOML"),
     ],
@@ -211,6 +248,14 @@ def test_real_machines_need_a_rendezvous() -> None:
         validate(LaunchConfig, {"nnodes": 2}, "options")
     with pytest.raises(ConfigError, match="--node-rank 2 is not below --nnodes 2"):
         validate(LaunchConfig, {"nnodes": 2, "node_rank": 2, "rdzv_endpoint": "a:1"}, "options")
+
+
+def test_the_earlier_name_of_the_fork_server_is_still_understood() -> None:
+    assert override(TINY, ["launch.restart=warm"]) == TINY
+    assert validate(LaunchConfig, {"restart": "warm"}, "record") == LaunchConfig()
+    assert LaunchConfig().restart == "fork-server"
+    with pytest.raises(ConfigError, match="'fork-server' or 'torchrun'"):
+        validate(LaunchConfig, {"restart": "cold"}, "options")
 
 
 def test_the_defaults_are_those_of_the_contract() -> None:

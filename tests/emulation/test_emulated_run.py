@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from capricorn.config.cluster import ClusterConfig
-from capricorn.emulation import testbed as ground
+from capricorn.emulation import testbed
 from capricorn.emulation.fabric import Fabric, FabricError
-from capricorn.emulation.testbed import NAMESPACES, PACED, USER_NAMESPACES, lay_ground
+from capricorn.emulation.testbed import NAMESPACES, PACED, USER_NAMESPACES, create_network
 from capricorn.errors import ConfigError
 from capricorn.records.job_file import JOB, Job
 from capricorn.records.samples import LINKS, PACE, LinkSample, PaceSample, read_run, read_samples
@@ -212,25 +212,25 @@ def config(**fields: Any) -> ClusterConfig:
 
 
 def test_without_any_right_links_are_paced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ground.Fabric, "build", refuse)
-    laid, way = lay_ground(config())
-    laid.close()
+    monkeypatch.setattr(testbed.Fabric, "build", refuse)
+    network, way = create_network(config())
+    network.close()
     assert way == PACED
 
 
 def test_a_way_that_was_asked_for_and_does_not_work_is_an_error_with_the_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ground.Fabric, "build", refuse)
+    monkeypatch.setattr(testbed.Fabric, "build", refuse)
     with pytest.raises(ConfigError, match=r"cluster\.links=namespaces does not work here: unshare"):
-        lay_ground(config(links=NAMESPACES))
+        create_network(config(links=NAMESPACES))
 
 
 @pytest.mark.parametrize("nodes", [2, 5])
-def test_nodes_of_any_ground_have_addresses_that_sort_like_them(nodes: int) -> None:
+def test_nodes_of_any_network_have_addresses_that_sort_like_them(nodes: int) -> None:
     builders: list[Callable[[], ClusterConfig]] = [lambda: config(nodes=nodes, links=PACED), lambda: ClusterConfig()]
     for build in builders:
-        laid, _ = lay_ground(build())
-        addresses = [laid.address(node) for node in range(nodes)]
-        laid.close()
+        network, _ = create_network(build())
+        addresses = [network.address(node) for node in range(nodes)]
+        network.close()
         assert sorted(set(addresses)) == addresses

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from capricorn.emulation import fabric as fabric_module
-from capricorn.emulation.fabric import Entry, Fabric, FabricError, Shape
+from capricorn.emulation.fabric import Fabric, FabricError, NamespaceEntry, Shape
 from capricorn.emulation.shaping import INTERFACE, burst, node_address, node_links, port, shaping, switch_links
 from tests.support.namespaces import ROOT, fabric, has_gone, output, refusal, start
 
@@ -94,7 +94,7 @@ def test_nodes_reach_nothing_outside(fifo: Fabric) -> None:
 
 
 def test_loopback_of_a_node_is_its_own(fifo: Fabric) -> None:
-    receiver = start(Entry(), "receive", "127.0.0.1")
+    receiver = start(NamespaceEntry(), "receive", "127.0.0.1")
     assert receiver.stdout is not None
     number = receiver.stdout.readline().strip()
     refused = output(start(fifo.enter_node(0), "connect", "127.0.0.1", number))
@@ -106,7 +106,7 @@ def test_loopback_of_a_node_is_its_own(fifo: Fabric) -> None:
 # --- shaping -----------------------------------------------------------------------------------------------------
 
 
-def transfer(*flows: tuple[Entry, Entry, str, int]) -> list[tuple[float, float]]:
+def transfer(*flows: tuple[NamespaceEntry, NamespaceEntry, str, int]) -> list[tuple[float, float]]:
     """When each flow (from, to, address, type of service) of `NUM_BYTES` began and ended; they begin together."""
     receivers = [start(target, "receive", address) for _, target, address, _ in flows]
     senders = []
@@ -139,7 +139,7 @@ def test_what_two_send_to_one_node_is_together_not_faster_than_its_link(fifo: Fa
     assert max(end for _, end in times) - min(start for start, _ in times) >= least_seconds(2 * NUM_BYTES)
 
 
-def sent_bytes(place: Entry, device: str, minor: int) -> int:
+def sent_bytes(place: NamespaceEntry, device: str, minor: int) -> int:
     """What has left by a class."""
     shown = output(start(place, "run", "tc", "-s", "class", "show", "dev", device))
     match = re.search(rf"class htb 1:{minor} .*?Sent (\d+) bytes", shown, re.DOTALL)

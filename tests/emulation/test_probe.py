@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from capricorn.emulation import measure
-from capricorn.emulation.fabric import Entry, FabricError, Shape
+from capricorn.emulation.fabric import FabricError, NamespaceEntry, Shape
 from capricorn.emulation.measure import measure_links
 from capricorn.emulation.paced_link import Link
 from capricorn.emulation.probe import NUM_PINGS, PING_BYTES
@@ -26,13 +26,13 @@ def check(figures: list[LinkSample], num_nodes: int) -> None:
 
 
 def test_links_over_loopback_are_measured() -> None:
-    check(measure_links([Entry()] * 3, [loopback_address(node) for node in range(3)]), 3)
+    check(measure_links([NamespaceEntry()] * 3, [loopback_address(node) for node in range(3)]), 3)
 
 
 def test_links_paced_in_user_space_are_measured_through_their_pacer(tmp_path: Path) -> None:
     folder = tmp_path / "links"
     Links.create(folder, 2, 10e6).close()
-    check(measure_links([Entry()] * 2, [loopback_address(node) for node in range(2)], folder), 2)
+    check(measure_links([NamespaceEntry()] * 2, [loopback_address(node) for node in range(2)], folder), 2)
     for name in ("out0", "in0", "out1", "in1"):
         link = Link(folder / name)
         assert link.high_bytes > 2 * NUM_PINGS * PING_BYTES, "its pings, those it sent back, and more"
@@ -46,17 +46,17 @@ def test_links_between_namespaces_are_measured() -> None:
 
 
 def test_a_single_node_has_no_links() -> None:
-    assert measure_links([Entry()], [loopback_address(0)]) == []
+    assert measure_links([NamespaceEntry()], [loopback_address(0)]) == []
 
 
 def test_a_probe_that_fails_is_an_error_of_one_line_with_what_it_said() -> None:
     with pytest.raises(FabricError, match=r"^cannot measure .* node 1: .*assign requested address.*$"):
-        measure_links([Entry()] * 2, [loopback_address(0), "192.0.2.1"])
+        measure_links([NamespaceEntry()] * 2, [loopback_address(0), "192.0.2.1"])
 
 
 def test_a_probe_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "ANSWER_TIMEOUT_S", 0.2)
-    hanging = Entry(prefix=(sys.executable, "-c", "import time; time.sleep(60)"))
+    hanging = NamespaceEntry(prefix=(sys.executable, "-c", "import time; time.sleep(60)"))
     with pytest.raises(FabricError, match=r"probe on node 0: timed out$"):
         measure_links([hanging, hanging], [loopback_address(0), loopback_address(1)])
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from capricorn.baselines.dcp_storage import PacedReader, PacedWriter
-from capricorn.baselines.snapshot_storage import storage_options
+from capricorn.baselines.torch_dcp import PacedReader, PacedWriter
+from capricorn.baselines.torch_snapshot import storage_options
 from torchsnapshot import Snapshot, StateDict
 
 from capricorn.emulation.paced_link import BURST_S

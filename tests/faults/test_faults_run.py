@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.support.mounts import tmpfs
+from tests.support.processes import commands
 from tests.support.runs import Run, assert_ok, assert_same_losses, faults, run
 
 SLOW = pytest.mark.slow
@@ -42,8 +42,7 @@ def assert_as_before(ended: Run, reference: Run) -> None:
     assert digests(ended) == digests(reference)
     assert ended.folder is not None
     assert not list(Path("/sys/fs/cgroup").rglob(f"capricorn-{ended.folder.name}*"))
-    marks = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
-    assert not [line for line in marks if any(ended.folder.name in word for word in line)]
+    assert not [command for command in commands() if ended.folder.name in command]
 
 
 def digests(ended: Run) -> dict[int, str]:

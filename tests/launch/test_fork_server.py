@@ -1,4 +1,4 @@
-"""Fast restarts: ranks are forked from a warm process, survivors stay in theirs, what hangs is found and replaced."""
+"""Fast restarts: ranks are forked by the fork server, survivors stay in theirs, what hangs is found and replaced."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from capricorn.emulation.fabric import Entry
+from capricorn.emulation.fabric import NamespaceEntry
 from capricorn.errors import CapricornError
-from capricorn.launch.fork_client import Standby
+from capricorn.launch.fork_client import ForkServer, PidfdProcess
+from capricorn.launch.launch_messages import ServeRendezvous
 from capricorn.records.samples import EventSample
+from tests.support.processes import children_of, command_of
 from tests.support.runs import LiveRun, Run, assert_ok, assert_same_losses, faults, polls, run
 
 pytestmark = pytest.mark.timeout(120)
@@ -93,31 +95,48 @@ def test_all_phases_of_a_recovery_are_in_the_record(tmp_path: Path) -> None:
     assert recovery.first_iteration_s > 0
 
 
-def test_the_end_of_the_warm_process_ends_the_run_in_one_line(tmp_path: Path) -> None:
+def test_the_end_of_the_fork_server_ends_the_run_in_one_line(tmp_path: Path) -> None:
     with LiveRun(tmp_path, "--iterations", "400") as live:
         live.wait_iteration(5)
-        (standby,) = (p for p in psutil.Process(live.process.pid).children() if "standby" in " ".join(p.cmdline()))
-        standby.kill()
+        (server,) = (p for p in children_of(live.process.pid, recursive=False) if "fork_server" in command_of(p))
+        server.kill()
         ended = live.finish()
     assert ended.exit_code == 1
     assert ended.stderr.strip().splitlines()[-1].startswith("error: the process that forks the workers has ended")
     assert "Traceback" not in ended.stderr
 
 
-def test_one_warm_process_serves_many_and_ends_all_of_them_with_it(tmp_path: Path) -> None:
-    with Standby() as standby, socket.create_server(("127.0.0.1", 0)) as listener:
-        fds, log = [listener.fileno()], tmp_path / "log"
-        started = [standby.fork("store", fds=fds, entry=Entry(), log=log) for _ in range(3)]
+def test_one_fork_server_serves_many_and_ends_all_of_them_with_it(tmp_path: Path) -> None:
+    with ForkServer() as server, socket.create_server(("127.0.0.1", 0)) as listener:
+        what = {"fds": [listener.fileno()], "entry": NamespaceEntry(), "log": tmp_path / "log"}
+        started = [server.fork(ServeRendezvous(), **what).pid for _ in range(3)]
         assert all(psutil.pid_exists(pid) for pid in started)
     assert any(not any(map(psutil.pid_exists, started)) for _ in polls(10.0))
 
 
-def test_a_warm_process_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_fork_server_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     (tmp_path / "python").write_text("#!/bin/sh\necho 'no torch here' >&2\nexit 3\n")
     (tmp_path / "python").chmod(0o755)
-    with Standby() as standby, pytest.raises(CapricornError, match="no torch here"):
-        standby.fork("store", entry=Entry(), log=tmp_path / "log")
+    with ForkServer() as server, pytest.raises(CapricornError, match="no torch here"):
+        server.fork(ServeRendezvous(), fds=[], entry=NamespaceEntry(), log=tmp_path / "log")
+
+
+def test_a_process_that_ended_right_after_its_fork_is_no_error() -> None:
+    child = subprocess.Popen(["true"])
+    child.wait()
+    process = PidfdProcess(child.pid)
+    process.signal(signal.SIGKILL)
+    process.end(0.0)
+
+
+@pytest.mark.parametrize("is_stubborn", [False, True])
+def test_a_forked_process_is_ended_by_force_if_it_takes_longer(is_stubborn: bool) -> None:
+    with subprocess.Popen(["sleep", "600" if is_stubborn else "0"]) as child:
+        process = PidfdProcess(child.pid)
+        process.end(0.01 if is_stubborn else 60.0)
+        process.end(0.0)
+        assert child.wait() == (-signal.SIGKILL if is_stubborn else 0)
 
 
 @pytest.mark.slow

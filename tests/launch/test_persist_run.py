@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from capricorn.runtime.persist.layout import Manifest, Stored, folder_of
-from capricorn.runtime.persist.survey import complete_in, look_at_tier
+from capricorn.runtime.persist.survey import complete_in, survey_persistent_tier
+from tests.support.processes import command_of
 from tests.support.runs import LiveRun, assert_ok, assert_same_losses, command, faults, polls, run
 
 LONG = ("--iterations", "400")
@@ -71,14 +72,14 @@ def test_what_is_complete_on_disk_is_exact_whenever_and_whatever_is_killed(tmp_p
     options = ("--iterations", "100000", "--persist-every", "20", "--set", f"launch.max_restarts={4 * NUM_KILLS}")
     dice, num_checked = random.Random(1), 0
     with LiveRun(tmp_path / "storm", *options, "--persist-dir", tmp_path / "tier") as live:
-        live.wait(lambda: complete_in(look_at_tier(tmp_path / "tier")), "a checkpoint on disk")
+        live.wait(lambda: complete_in(survey_persistent_tier(tmp_path / "tier")), "a checkpoint on disk")
         for _ in range(NUM_KILLS):
             with contextlib.suppress(StopIteration):
                 next(None for _ in polls(10.0) if list((tmp_path / "tier").glob(".tmp-*")))
             time.sleep(dice.choice((0.0, 0.3, 3.0)) * dice.random())
             assert live.process.poll() is None, live.stderr()
             kill(writers(live)[:1] if dice.random() < 0.5 else ranks(live))
-            found = look_at_tier(tmp_path / "tier")
+            found = survey_persistent_tier(tmp_path / "tier")
             assert not [each.damage for each in found if each.damage]
             for iteration in complete_in(found):
                 with contextlib.suppress(OSError):
@@ -90,7 +91,7 @@ def test_what_is_complete_on_disk_is_exact_whenever_and_whatever_is_killed(tmp_p
     shutil.rmtree(store)
     quiet = ("--iterations", str(last + 1), "--persist-every", "20", "--set", "persist.keep=100000")
     assert_ok(run(tmp_path / "quiet", *quiet, "--persist-dir", tmp_path / "reference", deadline_s=400.0))
-    common = [i for i in complete_in(look_at_tier(tmp_path / "reference")) if i in seen]
+    common = [i for i in complete_in(survey_persistent_tier(tmp_path / "reference")) if i in seen]
     print(f"{num_checked} looks at {len(seen)} checkpoints, {len(common)} compared with those of a quiet run")
     assert common
     for iteration in common:
@@ -102,13 +103,7 @@ def sums_of(tensors: Mapping[str, Stored]) -> dict[str, str]:
 
 
 def writers(live: LiveRun) -> list[psutil.Process]:
-    return [process for process in live.processes() if is_writer(process)]
-
-
-def is_writer(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return any("persist_process" in word for word in process.cmdline())
-    return False
+    return [process for process in live.processes() if "persist_process" in command_of(process)]
 
 
 def ranks(live: LiveRun) -> list[psutil.Process]:

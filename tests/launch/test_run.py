@@ -7,12 +7,16 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.mounts import tmpfs
 from tests.support.runs import (
+    DEADLINE_S,
+    TINY,
     LiveRun,
     Run,
     assert_ok,
@@ -53,6 +57,21 @@ def reference_of_four(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def reference_of_gpt(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """An uninterrupted run of a model whose router draws noise."""
     return run(tmp_path_factory.mktemp("gpt"), *GPT)
+
+
+def test_the_launcher_begins_and_ends_a_run_without_what_is_slow_to_import(tmp_path: Path) -> None:
+    arguments = ["run", *TINY, "--iterations", "3", "--warmup", "1", "--out", str(tmp_path), "--json"]
+    code = f"""
+import sys
+from capricorn.cli.main import main
+try:
+    main({arguments})
+finally:
+    print("loaded:", [name for name in ("torch", "pandas", "matplotlib") if name in sys.modules], file=sys.stderr)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=DEADLINE_S)
+    assert json.loads(done.stdout)["summary"]["iterations"] == 3
+    assert "loaded: []" in done.stderr
 
 
 # --- workers and nodes that die

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from capricorn.errors import ConfigError
 from capricorn.loads import forced_routing as loads
-from capricorn.loads.forced_routing import Loads
+from capricorn.loads.forced_routing import ForcedRouting
 from capricorn.loads.load_trace import Shares, cap_shares, trace_shares
 from capricorn.loads.synthetic import PHASES, synthetic_shares
 
@@ -28,9 +28,9 @@ ROWS = st.integers(1, 12).flatmap(
 )
 
 
-def hook(shares_E: npt.ArrayLike, top_k: int, rank: int = 0) -> Loads:
+def hook(shares_E: npt.ArrayLike, top_k: int, rank: int = 0) -> ForcedRouting:
     """A model of one MoE layer, 5, in its first iteration."""
-    made = Loads(np.array([[shares_E]], dtype=np.float64), layers=[5], top_k=top_k, seed=3, rank=rank)
+    made = ForcedRouting(np.array([[shares_E]], dtype=np.float64), layers=[5], top_k=top_k, seed=3, rank=rank)
     made.on_iteration_begin(1)
     return made
 
@@ -66,7 +66,7 @@ def test_what_is_cut_off_goes_to_the_others_alike_if_they_have_no_load() -> None
 def test_each_token_gets_distinct_experts_as_often_as_their_shares_say(row: tuple[list[float], int], rank: int) -> None:
     load, top_k = row
     shares, num_tokens = cap_shares(load, top_k), 2000
-    experts_TK = hook(shares, top_k, rank).choose(5, num_tokens)
+    experts_TK = hook(shares, top_k, rank).assign_experts(5, num_tokens)
     assert experts_TK.shape == (num_tokens, top_k)
     assert experts_TK.dtype == torch.int64
     assert all(len(set(experts)) == top_k for experts in experts_TK.tolist())
@@ -80,7 +80,7 @@ def test_each_token_gets_distinct_experts_as_often_as_their_shares_say(row: tupl
 
 
 def test_an_expert_with_all_it_can_get_is_chosen_by_each_token_and_one_without_share_by_none() -> None:
-    counts = counts_of(hook([0.25, 0, 0.25, 0.1, 0.15, 0.25], 4).choose(5, 3000), 6)
+    counts = counts_of(hook([0.25, 0, 0.25, 0.1, 0.15, 0.25], 4).assign_experts(5, 3000), 6)
     assert counts[[0, 1, 2, 5]].tolist() == [3000, 0, 3000, 3000]
     assert counts[3] + counts[4] == 3000
 
@@ -93,32 +93,34 @@ def test_the_ends_of_an_experts_part_of_the_line_belong_to_it_alone(
 ) -> None:
     # On a line of so few points every token falls on an end sooner or later.
     monkeypatch.setattr(loads, "UNIT", 8)
-    made = Loads(np.array([[[n / sum(lengths) for n in lengths]]] * 20), layers=[0], top_k=top_k, seed=0, rank=0)
+    made = ForcedRouting(
+        np.array([[[n / sum(lengths) for n in lengths]]] * 20), layers=[0], top_k=top_k, seed=0, rank=0
+    )
     for iteration in range(1, 21):
         made.on_iteration_begin(iteration)
-        experts_TK = made.choose(0, 200)
+        experts_TK = made.assign_experts(0, 200)
         assert all(len(set(experts)) == top_k for experts in experts_TK.tolist())
         assert {lengths[expert] for expert in experts_TK.flatten()}.isdisjoint({0})
 
 
 def test_experts_are_not_always_chosen_with_the_same_others() -> None:
-    made = Loads(np.full((60, 1, 8), 1 / 8), layers=[0], top_k=2, seed=0, rank=0)
+    made = ForcedRouting(np.full((60, 1, 8), 1 / 8), layers=[0], top_k=2, seed=0, rank=0)
     pairs = set()
     for iteration in range(1, 61):
         made.on_iteration_begin(iteration)
-        pairs |= {frozenset(pair) for pair in made.choose(0, 100).tolist()}
+        pairs |= {frozenset(pair) for pair in made.assign_experts(0, 100).tolist()}
     assert len(pairs) == 8 * 7 / 2
 
 
 def test_no_tokens_are_no_experts() -> None:
-    assert hook([0.5, 0.5], 2).choose(5, 0).shape == (0, 2)
+    assert hook([0.5, 0.5], 2).assign_experts(5, 0).shape == (0, 2)
 
 
-def loads_of(**changes: Any) -> Loads:
+def loads_of(**changes: Any) -> ForcedRouting:
     shares = synthetic_shares(
         "settling", num_layers=2, num_experts=8, top_k=2, first=1, num_iterations=9, seed=changes.get("seed", 0)
     )
-    return Loads(shares, **{"layers": (1, 3), "top_k": 2, "seed": 0, "rank": 0, **changes})
+    return ForcedRouting(shares, **{"layers": (1, 3), "top_k": 2, "seed": 0, "rank": 0, **changes})
 
 
 def test_a_restarted_training_sees_the_same_experts_again() -> None:
@@ -127,11 +129,11 @@ def test_a_restarted_training_sees_the_same_experts_again() -> None:
     for iteration in range(1, 10):
         through.on_iteration_begin(iteration)
         for layer in (1, 3):
-            chosen[iteration, layer] = through.choose(layer, 50)
+            chosen[iteration, layer] = through.assign_experts(layer, 50)
     for iteration, layer in [(6, 3), (6, 1), (7, 1), (2, 3)]:
         restarted.on_iteration_begin(iteration)
-        assert torch.equal(restarted.choose(layer, 50), chosen[iteration, layer])
-        assert torch.equal(restarted.choose(layer, 50), chosen[iteration, layer])
+        assert torch.equal(restarted.assign_experts(layer, 50), chosen[iteration, layer])
+        assert torch.equal(restarted.assign_experts(layer, 50), chosen[iteration, layer])
 
 
 def test_the_experts_differ_by_iteration_layer_rank_and_seed() -> None:
@@ -139,7 +141,7 @@ def test_the_experts_differ_by_iteration_layer_rank_and_seed() -> None:
     layers = [1, 1, 1, 1, 3]
     for index, one in enumerate(made):
         one.on_iteration_begin(4 if index == 1 else 5)
-    chosen = [one.choose(layer, 50) for one, layer in zip(made, layers, strict=True)]
+    chosen = [one.assign_experts(layer, 50) for one, layer in zip(made, layers, strict=True)]
     assert not any(torch.equal(one, other) for i, one in enumerate(chosen) for other in chosen[:i])
 
 
@@ -147,7 +149,7 @@ def test_the_global_random_states_are_left_alone() -> None:
     numpy_state, torch_state = np.random.get_state(legacy=False), torch.get_rng_state()
     made = loads_of()
     made.on_iteration_begin(1)
-    made.choose(1, 50)
+    made.assign_experts(1, 50)
     assert str(np.random.get_state(legacy=False)) == str(numpy_state)
     assert torch.equal(torch.get_rng_state(), torch_state)
 

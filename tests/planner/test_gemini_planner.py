@@ -35,12 +35,13 @@ from capricorn.planner.plan import Plan
 from capricorn.records.samples import append
 from capricorn.runtime.save.flat_state import FlatState
 from capricorn.runtime.save.live_source import CutStager, LiveSource
-from capricorn.runtime.save.staging import HostStager
+from capricorn.runtime.save.staging import CpuStager
 from capricorn.runtime.store.slot import Layout, Slot, checksum
 from capricorn.systems.settings import settings_of, with_options
 from tests.planner.test_profile import profile
 from tests.runtime.test_planned_system import Training
 from tests.stats.test_run_summary import sample
+from tests.support.plans import overflow_bytes
 from tests.support.spawn import run_ranks
 
 KIB = 1 << 10
@@ -117,7 +118,7 @@ def test_what_does_not_fit_goes_into_the_last_span_whatever_its_length() -> None
     plan = cut([0.011, 0.0001])
     assert sum(chunk.num_bytes for chunk in plan.chunks if chunk.span == 1) == 90_000
     assert plan.limits[1].num_bytes == 90_000
-    assert plan.overflow_bytes == 0
+    assert overflow_bytes(plan) == 0
 
 
 def test_as_many_copies_are_sent_as_there_are_remote_replicas_and_not_one_more() -> None:
@@ -231,25 +232,25 @@ def test_the_live_source_reads_what_a_slot_would_hold(tmp_path: Path, buffer_byt
     state = odd_state()
     layout = Layout(state.num_bytes, 4096, state.digest)
     slot = Slot(tmp_path / "slot", 0, layout)
-    list(HostStager(state, [slot]).copy(slot))
+    list(CpuStager(state, [slot]).copy(slot))
     cpu = torch.device("cpu")
     live = LiveSource(state, layout, cpu, buffer_bytes=buffer_bytes, num_buffers=num_buffers)
     for change in (0.0, 1.0):
         state.tensors["a"].add_(change)
-        list(HostStager(state, [slot]).copy(slot))
+        list(CpuStager(state, [slot]).copy(slot))
         live.begin()
         for index in range(layout.num_blocks):
             block = layout.block(index)
             middle = (block.start + block.stop) // 2
-            assert bytes(live.part(block.start, middle)) == bytes(slot.payload[block.start : middle])
-            assert bytes(live.part(middle, block.stop)) == bytes(slot.payload[middle : block.stop])
-            assert live.check(index) == checksum(slot.payload[block])
+            assert bytes(live.view(block.start, middle)) == bytes(slot.payload[block.start : middle])
+            assert bytes(live.view(middle, block.stop)) == bytes(slot.payload[middle : block.stop])
+            assert live.checksum(index) == checksum(slot.payload[block])
 
 
 def test_the_local_copy_is_made_while_training_communicates_and_at_no_other_time(tmp_path: Path) -> None:
     state = odd_state()
     slot = Slot(tmp_path / "slot", 0, Layout(state.num_bytes, 4096, state.digest))
-    stager = CutStager(HostStager(state, [slot]), patience_s=0.01)
+    stager = CutStager(CpuStager(state, [slot]), patience_s=0.01)
     blocks = stager.copy(slot)
     begin = time.monotonic()
     assert next(blocks) == 0
@@ -271,7 +272,7 @@ class Job(Training):
 def save_and_restore(rank: int, num_nodes: int, folder: str, system: type[Any], replicas: int) -> dict[str, Any]:
     job = Job(rank, num_nodes, folder, system, replicas=replicas)
     planned = job.run(1, 12)
-    waiting = job.system._completion.pending is not None
+    waiting = job.system._commit_tracker.pending is not None
     job.system.drain(10.0)
     completed = job.system.take_completed()
     job.system.close()
@@ -316,7 +317,7 @@ def update_at_once(rank: int, num_nodes: int, folder: str) -> bool:
     for iteration in range(1, 9):
         job.run(iteration, iteration)
         job.system.before_update(iteration + 1)
-        save = job.system._completion.pending
+        save = job.system._commit_tracker.pending
         out.append(save is None or save.is_settled)
         job.system.after_update(iteration)
     job.system.drain(10.0)

@@ -10,23 +10,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capricorn.errors import ConfigError
-from capricorn.planner.placement import groups_of, hosts_of, owners_on, recovery_probability
+from capricorn.planner.placement import groups_of, holders_of, owners_on, recovery_probability
 
 SIZES = st.integers(1, 40).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n)))
 
 
 def survives(lost: set[int], num_nodes: int, num_replicas: int) -> bool:
     """Whether every node's state is still somewhere, by definition."""
-    return all({node, *hosts_of(node, num_nodes, num_replicas)} - lost for node in range(num_nodes))
+    return all({node, *holders_of(node, num_nodes, num_replicas)} - lost for node in range(num_nodes))
 
 
 @given(SIZES)
 def test_every_node_has_its_remote_replicas_on_distinct_other_nodes(sizes: tuple[int, int]) -> None:
     num_nodes, num_replicas = sizes
     for node in range(num_nodes):
-        hosts = hosts_of(node, num_nodes, num_replicas)
-        assert len(set(hosts)) == len(hosts) == num_replicas - 1
-        assert node not in hosts
+        holders = holders_of(node, num_nodes, num_replicas)
+        assert len(set(holders)) == len(holders) == num_replicas - 1
+        assert node not in holders
 
 
 @given(SIZES)
@@ -35,7 +35,7 @@ def test_every_node_hosts_as_many_replicas_as_it_has(sizes: tuple[int, int]) -> 
     for node in range(num_nodes):
         owners = owners_on(node, num_nodes, num_replicas)
         assert len(owners) == num_replicas - 1
-        assert all(node in hosts_of(owner, num_nodes, num_replicas) for owner in owners)
+        assert all(node in holders_of(owner, num_nodes, num_replicas) for owner in owners)
 
 
 @given(SIZES)

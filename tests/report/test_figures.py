@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from capricorn.compare.results import Comparison
+from capricorn.compare.comparison import Comparison
 from capricorn.errors import ConfigError
 from capricorn.records.samples import ITERATIONS, LOADS, OPS, IterationSample, append
 from capricorn.report.export.gallery import figure_files
+from capricorn.report.figures.comparison_figures import pictures
 from capricorn.report.figures.figure_data import Shown, memory_of, most_skewed, read_shown, typical_timelines
-from capricorn.report.figures.figures import pictures
 from capricorn.report.figures.style import SPARE, Picture, colour, encode, inline_svg, wrapped
 from capricorn.systems.registry import SYSTEMS
 from tests.support.recorded import (
@@ -77,8 +77,8 @@ def test_there_is_every_figure_with_its_words_and_runs(drawn: Mapping[str, Pictu
 
 def test_steady_iterations_of_all_repeats_are_shown(shown: Sequence[Shown], drawn: Mapping[str, Picture]) -> None:
     none, capricorn, _ = shown
-    assert len(none.steady("duration_s")) == 2 * (NUM_ITERATIONS - WARMUP)
-    assert len(capricorn.steady("duration_s")) == 2 * (NUM_ITERATIONS - SETTLED)
+    assert len(none.durations_s) == 2 * (NUM_ITERATIONS - WARMUP)
+    assert len(capricorn.durations_s) == 2 * (NUM_ITERATIONS - SETTLED)
     counted = f"All {2 * (NUM_ITERATIONS - SETTLED)} to {2 * (NUM_ITERATIONS - WARMUP)} steady iterations"
     assert counted in drawn["iteration-time"].caption
 

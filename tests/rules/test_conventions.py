@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import ast
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.support.sources import imports, show, sources
+from tests.support.processes import children_of, command_of, commands
+from tests.support.sources import ROOT, imports, show, sources
 
 TORCHRUN = {
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR",
@@ -34,10 +40,10 @@ MAX_LOAD_ARGUMENTS = 2
 PICKLING = {
     ("baselines/torch_save.py", "torch.save"): "it is the system that it stands for",
     ("baselines/torch_save.py", "torch.load"): "as above, and of weights only",
-    ("baselines/sharing.py", "multiprocessing.process"): "the key by which shared memory is handed over is read",
-    ("baselines/sharing.py", "multiprocessing.resource_sharer"): "the thread that hands it over is ended",
-    ("baselines/dcp_process.py", "multiprocessing.parent_process"): "ends with its trainer",
-    ("baselines/dcp_process.py", "multiprocessing.resource_sharer"): "the thread that hands memory over is ended",
+    ("baselines/torch_checkpointing.py", "multiprocessing.process"): "the key to its shared memory is read",
+    ("baselines/torch_checkpointing.py", "multiprocessing.resource_sharer"): "the thread that hands it over is ended",
+    ("baselines/torch_dcp.py", "multiprocessing.parent_process"): "ends with its trainer",
+    ("baselines/torch_dcp.py", "multiprocessing.resource_sharer"): "the thread that hands memory over is ended",
 }
 """File and name of what may stay, and why; what other people's libraries pickle is not seen here."""
 
@@ -138,6 +144,33 @@ def test_no_error_is_swallowed_unnamed() -> None:
                 broad = {"Exception", "BaseException"} & {ast.unparse(argument) for argument in node.args}
                 wrong += [show(path, node.lineno, f"suppress({name})") for name in broad]
     assert not wrong, "write contextlib.suppress with the narrow error:\n" + "\n".join(wrong)
+
+
+def test_tests_ask_processes_what_they_are_by_helpers_that_expect_them_to_end() -> None:
+    asking = re.compile(r"\.(cmdline|children|name|exe)\(|process_iter\(\[")
+    wrong = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        if path.name not in ("processes.py", "test_conventions.py")
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if asking.search(line)
+    ]
+    assert not wrong, "use tests.support.processes:\n" + "\n".join(wrong)
+
+
+def test_a_process_that_has_ended_has_no_command_whether_or_not_somebody_has_waited_for_it() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        process = psutil.Process(child.pid)
+        assert "input()" in command_of(process)
+        assert process in children_of(os.getpid())
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it is a zombie now
+        assert command_of(process) == ""
+        assert process not in children_of(os.getpid())
+        child.wait()
+        assert command_of(process) == ""
+        assert children_of(child.pid) == []
+    assert not [command for command in commands() if not command]
 
 
 def is_empty(body: list[ast.stmt]) -> bool:

@@ -63,6 +63,13 @@ def test_importing_it_loads_no_torch(module: str, tmp_path: Path) -> None:
     assert run_python(script, tmp_path).split() == []
 
 
+@pytest.mark.parametrize("module", ["capricorn", "capricorn.cli"])
+def test_the_package_run_as_a_module_is_the_command(module: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", module, "--version"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert capricorn.__version__ in done.stdout
+
+
 def test_every_public_name_is_there(tmp_path: Path) -> None:
     script = "import capricorn; print(*[name for name in capricorn.__all__ if getattr(capricorn, name) is None])"
     assert run_python(script, tmp_path).split() == []

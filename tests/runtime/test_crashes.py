@@ -45,7 +45,7 @@ def test_a_slot_whose_maker_was_killed_while_it_claimed_the_memory_is_made_anew(
     NodeStore.create(tmp_path / "node0", "run", 0, Topology(1, 1)).close()
     (tmp_path / "node0" / "owner0.slot1").touch(mode=0o600)
     with closing(NodeStore.open(tmp_path / "node0")) as store:
-        assert [slot.is_complete for slot in store.host(0, Layout(10_000, 4096, 1))] == [False, False]
+        assert [slot.is_complete for slot in store.open_slots(0, Layout(10_000, 4096, 1))] == [False, False]
         store.commit(store.begin(0, 1, keep=0))
         store.commit(store.begin(0, 2, keep=1))
         assert sorted(store.iterations(0)) == [1, 2]
@@ -55,12 +55,12 @@ def test_an_owner_that_is_killed_before_any_of_its_changes_or_sends_goes_on_from
     assert_consistent("owners", every=1, at_least=110)
 
 
-def test_an_owner_that_is_lost_with_its_node_at_any_moment_gets_its_state_back_from_its_host() -> None:
+def test_an_owner_that_is_lost_with_its_node_at_any_moment_gets_its_state_back_from_its_holder() -> None:
     assert_consistent("lost-owners", every=3, at_least=35)
 
 
-def test_a_host_that_is_killed_before_any_of_its_changes_keeps_what_it_acknowledged() -> None:
-    assert_consistent("hosts", every=1, at_least=33)
+def test_a_holder_that_is_killed_before_any_of_its_changes_keeps_what_it_acknowledged() -> None:
+    assert_consistent("holders", every=1, at_least=33)
 
 
 @pytest.mark.slow

@@ -16,25 +16,25 @@ from capricorn.planner.link_model import LinkModel
 from capricorn.planner.plan import Chunk, Limit, Plan, tile
 from capricorn.runtime.comm.handshake import Identity
 from capricorn.runtime.comm.replica_link import ReplicaLink, Source
-from capricorn.runtime.comm.replica_server import ReplicaHost
+from capricorn.runtime.comm.replica_server import ReplicaServer
 from capricorn.runtime.save.executor import Executor
 from capricorn.runtime.save.flat_state import FlatState
 from capricorn.runtime.save.live_source import LiveSource
-from capricorn.runtime.save.staging import HostStager
+from capricorn.runtime.save.staging import CpuStager
 from capricorn.runtime.schedule.gate import Gate
 from capricorn.runtime.store.node_store import NodeStore
 from capricorn.runtime.store.slot import Layout
 from capricorn.topology import Topology
 
 ME = Identity("run", 0, b"secret")
-OWNER, HOST = 1, 0
+OWNER, HOLDER = 1, 0
 SIZE, BLOCK = 100_000, 65536
 DEADLINE_S = 20.0
 CLOSED = Limit(0.0, 0)
 
 
 class Rank:
-    """An owner with an executor, and the host of its replica."""
+    """An owner with an executor, and the holder of its replica."""
 
     def __init__(self, folder: Path, timeout_s: float = DEADLINE_S, *, is_reactive: bool = True) -> None:
         topology = Topology(2, 1)
@@ -42,20 +42,22 @@ class Rank:
         state = FlatState({"w": self.weights})
         layout = Layout(state.num_bytes, BLOCK, state.digest)
         self.num_bytes = state.num_bytes
-        self.host_store = NodeStore.create(folder / "node0", "run", 0, topology)
-        self.host_store.host(OWNER, layout)
+        self.holder_store = NodeStore.create(folder / "node0", "run", 0, topology)
+        self.holder_store.open_slots(OWNER, layout)
         self.store = NodeStore.create(folder / "node1", "run", 1, topology)
-        slots = self.store.host(OWNER, layout)
-        self.host = ReplicaHost(ME, HOST, "127.0.0.1", self.host_store, timeout_s=timeout_s, gives_way=False)
-        self.host.start({OWNER: layout})
+        slots = self.store.open_slots(OWNER, layout)
+        self.server = ReplicaServer(
+            ME, HOLDER, "127.0.0.1", self.holder_store, timeout_s=timeout_s, idle_priority=False
+        )
+        self.server.start({OWNER: layout})
         self.link = ReplicaLink(
-            ME, OWNER, HOST, self.host.address, timeout_s=timeout_s, low_class=False, send_buffer_bytes=BLOCK
+            ME, OWNER, HOLDER, self.server.address, timeout_s=timeout_s, low_class=False, send_buffer_bytes=BLOCK
         )
         self.link.connect("{}")
         self.gate = Gate(is_reactive=is_reactive, patience_s=timeout_s / 2)
-        stager = HostStager(state, slots)
+        stager = CpuStager(state, slots)
         self.executor = Executor(
-            self.store, OWNER, 0, stager, [self.link], gate=self.gate, timeout_s=timeout_s, gives_way=False
+            self.store, OWNER, 0, stager, [self.link], gate=self.gate, timeout_s=timeout_s, idle_priority=False
         )
 
     def plan(self, cuts: Sequence[int], limits: tuple[Limit, ...] = ()) -> Plan:
@@ -64,7 +66,7 @@ class Rank:
         return Plan(tuple(Chunk(a, b - a, span) for span, (a, b) in enumerate(pairwise(edges))), limits)
 
     def replica_is(self, iteration: int) -> bool:
-        slot = self.host_store.read(OWNER, iteration)
+        slot = self.holder_store.read(OWNER, iteration)
         return (
             slot is not None and slot.damaged_block() is None and bytes(slot.payload) == self.weights.numpy().tobytes()
         )
@@ -73,7 +75,7 @@ class Rank:
         self.gate.release()
         self.executor.close()
         self.link.close()
-        self.host.close()
+        self.server.close()
 
 
 @pytest.fixture
@@ -194,10 +196,10 @@ def test_a_gate_that_stays_closed_does_not_break_the_link(tmp_path: Path) -> Non
 
 
 class FakeLink:
-    """To a host that takes everything, opens again after it was closed, and remembers what it was sent."""
+    """To a holder that takes everything, opens again after it was closed, and remembers what it was sent."""
 
-    def __init__(self, host: int) -> None:
-        self.host, self.sent_bytes, self.in_flight_bytes = host, 0, 0
+    def __init__(self, holder: int) -> None:
+        self.holder, self.sent_bytes, self.in_flight_bytes = holder, 0, 0
         self.received = bytearray()
         self.committed: list[int] = []
 
@@ -207,7 +209,7 @@ class FakeLink:
     def send_range(self, iteration: int, source: Source, start: int, stop: int) -> None:
         size = source.layout.block_bytes
         for at in range(start, stop, size):
-            self.received += source.part(at, min(stop, at + size))
+            self.received += source.view(at, min(stop, at + size))
 
     def commit(self, iteration: int) -> None:
         self.committed.append(iteration)
@@ -217,10 +219,10 @@ class FakeLink:
 
 
 class StalledLink(FakeLink):
-    """To a host that takes nothing until the link is closed."""
+    """To a holder that takes nothing until the link is closed."""
 
-    def __init__(self, host: int) -> None:
-        super().__init__(host)
+    def __init__(self, holder: int) -> None:
+        super().__init__(holder)
         self.closed = threading.Event()
 
     def begin(self, iteration: int, keep: int) -> None:
@@ -234,7 +236,7 @@ class StalledLink(FakeLink):
 class FailingSource(LiveSource):
     """Of a state that cannot be copied."""
 
-    def part(self, start: int, stop: int) -> memoryview:
+    def view(self, start: int, stop: int) -> memoryview:
         raise RuntimeError("out of memory")
 
 
@@ -245,11 +247,11 @@ def live_executor(
     state = FlatState({"w": weights})
     layout = Layout(state.num_bytes, BLOCK, state.digest)
     store = NodeStore.create(folder / "node1", "run", 1, Topology(2, 1))
-    stager = HostStager(state, store.host(OWNER, layout))
+    stager = CpuStager(state, store.open_slots(OWNER, layout))
     live = source(state, layout, torch.device("cpu"), buffer_bytes=2 * BLOCK, num_buffers=2)
     gate = Gate(is_reactive=False)
     return Executor(
-        store, OWNER, 0, stager, links, gate=gate, timeout_s=DEADLINE_S, gives_way=False, live=live  # type: ignore[arg-type]
+        store, OWNER, 0, stager, links, gate=gate, timeout_s=DEADLINE_S, idle_priority=False, live=live  # type: ignore[arg-type]
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from capricorn.errors import ConfigError
 from capricorn.runtime.save.flat_state import ALIGNMENT, FlatState
-from capricorn.runtime.save.staging import HostStager, payload_of
+from capricorn.runtime.save.staging import CpuStager, payload_of
 from capricorn.runtime.store.slot import Layout, Slot, checksum
 
 DTYPES = [
@@ -48,7 +48,7 @@ def stage(state: FlatState, folder: Path, block_bytes: int = 4096) -> Slot:
     """A slot that holds the state, written as the staging thread writes it."""
     slot = Slot(folder / "owner0.slot0", 0, Layout(state.num_bytes, block_bytes, state.digest))
     slot.begin(1, 0)
-    for index in HostStager(state, [slot]).copy(slot):
+    for index in CpuStager(state, [slot]).copy(slot):
         slot.table[index] = checksum(slot.payload[slot.layout.block(index)])
     slot.commit()
     return slot

@@ -1,4 +1,4 @@
-"""Whatever is said to a host or an owner, at whatever point of the protocol: no harm is done, and others are served."""
+"""Whatever a holder or an owner is told, at whatever point of the protocol: no harm is done, and others are served."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from capricorn.errors import TransportError
-from capricorn.runtime.comm import handshake
-from capricorn.runtime.comm import replica_server as host
+from capricorn.runtime.comm import handshake, replica_server
 from capricorn.runtime.comm.handshake import Identity, greet, welcome
-from capricorn.runtime.comm.replica_server import MAX_STRANGERS
-from capricorn.runtime.comm.wire import FRAME_BYTES, MANIFEST_LIMIT, Frame, Kind, receive, set_deadline
+from capricorn.runtime.comm.replica_server import MAX_UNAUTHENTICATED
+from capricorn.runtime.comm.wire import FRAME_BYTES, MANIFEST_LIMIT, Frame, FrameKind, receive, set_deadline
 from capricorn.runtime.store.slot import Layout
-from tests.support.replicas import HOST, ME, OWNER, Pair, assert_threads_end, complete_copies, fill, payload_of
+from tests.support.replicas import HOLDER, ME, OWNER, Pair, assert_threads_end, complete_copies, fill, payload_of
 
 SMALL = Layout(payload_bytes=10_000, block_bytes=4096, digest=3)
 CHALLENGE_BYTES, HELLO_BYTES = 16, 98
@@ -53,12 +52,12 @@ def save(pair: Pair, iteration: int, keep: int) -> None:
 
 def assert_serves(pair: Pair) -> None:
     """Every complete copy is what it says, and the real owner connects and replicates."""
-    complete_copies(pair.host_store)
+    complete_copies(pair.holder_store)
     pair.link.close()
     pair.link.connect("{}")
-    newest = max([0, *pair.host_store.iterations(OWNER)])
+    newest = max([0, *pair.holder_store.iterations(OWNER)])
     save(pair, newest + 1, keep=newest)
-    assert (OWNER, newest + 1) in complete_copies(pair.host_store)
+    assert (OWNER, newest + 1) in complete_copies(pair.holder_store)
 
 
 def descriptors() -> int:
@@ -73,7 +72,7 @@ def eventually(is_so: Callable[[], bool]) -> bool:
 
 
 def connect(pair: Pair) -> socket.socket:
-    sock = socket.create_connection(pair.host.address, DEADLINE_S)
+    sock = socket.create_connection(pair.server.address, DEADLINE_S)
     set_deadline(sock, DEADLINE_S)
     return sock
 
@@ -95,7 +94,7 @@ def say(sock: socket.socket, message: bytes) -> bytes:
 
 def hello(challenge: bytes, me: Identity = ME) -> bytes:
     """What the real owner answers."""
-    greeting = me.hello(OWNER, HOST, b"n" * CHALLENGE_BYTES)
+    greeting = me.hello(OWNER, HOLDER, b"n" * CHALLENGE_BYTES)
     return greeting + me.mac(b"owner", challenge, greeting)
 
 
@@ -123,7 +122,7 @@ def test_a_greeting_that_ends_at_any_byte_is_refused(pair: Pair) -> None:
 
 
 def test_one_who_says_a_byte_now_and_then_is_dropped_at_the_deadline_of_the_whole_handshake(pair: Pair) -> None:
-    patches = [patch.object(module, "HANDSHAKE_TIMEOUT_S", 0.3) for module in (handshake, host)]
+    patches = [patch.object(module, "HANDSHAKE_TIMEOUT_S", 0.3) for module in (handshake, replica_server)]
     with ExitStack() as stack:
         for each in patches:
             stack.enter_context(each)
@@ -139,7 +138,7 @@ def test_one_who_says_a_byte_now_and_then_is_dropped_at_the_deadline_of_the_whol
     assert_serves(pair)
 
 
-def test_a_host_that_says_a_byte_now_and_then_is_given_up() -> None:
+def test_a_holder_that_says_a_byte_now_and_then_is_given_up() -> None:
     owner, slow = socket.socketpair()
     stop = threading.Event()
 
@@ -152,12 +151,12 @@ def test_a_host_that_says_a_byte_now_and_then_is_given_up() -> None:
         set_deadline(owner, 0.2)
         thread.start()
         with pytest.raises(TransportError, match="deadline"):
-            greet(owner, ME, OWNER, HOST)
+            greet(owner, ME, OWNER, HOLDER)
         stop.set()
         thread.join()
 
 
-def test_of_many_strangers_at_once_the_oldest_go_and_the_owner_comes_in(pair: Pair) -> None:
+def test_of_many_unauthenticated_connections_at_once_the_oldest_go_and_the_owner_comes_in(pair: Pair) -> None:
     before, num_threads = descriptors(), threading.active_count()
     with ExitStack() as stack:
         for number in range(200):
@@ -165,20 +164,20 @@ def test_of_many_strangers_at_once_the_oldest_go_and_the_owner_comes_in(pair: Pa
             sock.sendall(bytes(number % HELLO_BYTES))
         assert_serves(pair)
         # Those that were dropped may be on their last instruction.
-        assert eventually(lambda: threading.active_count() <= num_threads + MAX_STRANGERS + 1)
+        assert eventually(lambda: threading.active_count() <= num_threads + MAX_UNAUTHENTICATED + 1)
     assert eventually(lambda: threading.active_count() <= num_threads + 1)
     assert eventually(lambda: descriptors() <= before + 2)
 
 
-def test_a_host_without_a_free_descriptor_accepts_again_once_there_is_one(pair: Pair) -> None:
+def test_a_holder_without_a_free_descriptor_accepts_again_once_there_is_one(pair: Pair) -> None:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with socket.socket() as stranger, ExitStack() as stack:
+    with socket.socket() as unauthenticated, ExitStack() as stack:
         resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors() + 8, limit[1]))
         try:
             with suppress(OSError):
                 while True:
                     stack.callback(os.close, os.dup(0))
-            stranger.connect(pair.host.address)
+            unauthenticated.connect(pair.server.address)
             time.sleep(0.1)  # it cannot be told from outside that accepting has failed
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limit)
@@ -190,7 +189,7 @@ def test_a_host_without_a_free_descriptor_accepts_again_once_there_is_one(pair: 
 
 def recorded(pair: Pair) -> list[bytes]:
     """All that the real owner says after the handshake, call by call: a layout, three iterations, a fetch."""
-    said = [Frame(Kind.MANIFEST, size=2).pack(), b"{}"]
+    said = [Frame(FrameKind.MANIFEST, size=2).pack(), b"{}"]
 
     class Recording(socket.socket):
         def sendall(self, data: bytes, flags: int = 0) -> None:  # type: ignore[override]
@@ -217,15 +216,15 @@ def session(pair: Pair) -> list[bytes]:
 
 def say_as_owner(pair: Pair, message: bytes) -> None:
     with connect(pair) as sock:
-        greet(sock, ME, OWNER, HOST)
+        greet(sock, ME, OWNER, HOLDER)
         say(sock, message)
 
 
 def test_a_recorded_session_is_understood(pair: Pair, session: list[bytes]) -> None:
-    for slot in pair.host_store.host(OWNER, SMALL):
+    for slot in pair.holder_store.open_slots(OWNER, SMALL):
         slot.abort()
     say_as_owner(pair, b"".join(session))
-    assert complete_copies(pair.host_store) == {(OWNER, 2), (OWNER, 3)}
+    assert complete_copies(pair.holder_store) == {(OWNER, 2), (OWNER, 3)}
 
 
 def mutate(random: Random, said: list[bytes]) -> bytes:
@@ -264,7 +263,7 @@ def assert_withstands(pair: Pair, session: list[bytes], seed: int, num_sessions:
     before, num_threads = descriptors(), threading.active_count()
     for _ in range(num_sessions):
         say_as_owner(pair, mutate(random, session))
-        complete_copies(pair.host_store)
+        complete_copies(pair.holder_store)
     assert eventually(lambda: (descriptors(), threading.active_count()) <= (before, num_threads))
     assert_serves(pair)
 
@@ -283,7 +282,7 @@ def test_many_more_of_them_do_neither(pair: Pair, session: list[bytes], seed: in
 
 frames = st.builds(
     Frame,
-    st.sampled_from(Kind),
+    st.sampled_from(FrameKind),
     st.sampled_from([0, 1, 2, 3, 1 << 63, (1 << 64) - 1]),
     st.sampled_from([0, 1, 2, 3, (1 << 32) - 1]),
     st.sampled_from([0, 1, 2, 1808, 4096, 10_000, MANIFEST_LIMIT, MANIFEST_LIMIT + 1, (1 << 64) - 1]),
@@ -294,14 +293,14 @@ frames = st.builds(
 @given(st.lists(st.one_of(frames, st.binary(max_size=60), st.just(b"{}")), max_size=8).map(b"".join))
 def test_frames_in_any_order_with_any_numbers_leave_only_whole_copies(pair: Pair, message: bytes) -> None:
     say_as_owner(pair, message)
-    complete_copies(pair.host_store)
+    complete_copies(pair.holder_store)
 
 
 def test_a_size_that_is_only_claimed_takes_no_memory(pair: Pair) -> None:
     for size in (MANIFEST_LIMIT, MANIFEST_LIMIT + 1, 1 << 60):
         tracemalloc.start()
         try:
-            say_as_owner(pair, Frame(Kind.MANIFEST, size=size).pack() + b"{" * 1000)
+            say_as_owner(pair, Frame(FrameKind.MANIFEST, size=size).pack() + b"{" * 1000)
             assert tracemalloc.get_traced_memory()[1] < 4 << 20
         finally:
             tracemalloc.stop()
@@ -314,8 +313,8 @@ def test_a_size_that_is_only_claimed_takes_no_memory(pair: Pair) -> None:
 )
 def test_a_manifest_that_is_no_table_is_not_kept(pair: Pair, manifest: bytes) -> None:
     assert_serves(pair)
-    say_as_owner(pair, Frame(Kind.MANIFEST, size=len(manifest)).pack() + manifest)
-    assert (pair.host_store.folder / f"owner{OWNER}.json").read_text() == "{}"
+    say_as_owner(pair, Frame(FrameKind.MANIFEST, size=len(manifest)).pack() + manifest)
+    assert (pair.holder_store.folder / f"owner{OWNER}.json").read_text() == "{}"
 
 
 def test_an_owner_that_stops_in_the_middle_of_a_block_is_given_up_and_may_come_again(tmp_path: Path) -> None:
@@ -323,18 +322,18 @@ def test_an_owner_that_stops_in_the_middle_of_a_block_is_given_up_and_may_come_a
         pair.link.connect("{}")
         save(pair, 1, keep=0)
         with connect(pair) as stuck:
-            greet(stuck, ME, OWNER, HOST)
-            block = Frame(Kind.BLOCK, 2, 0, SMALL.block_bytes)
-            stuck.sendall(Frame(Kind.BEGIN, 2, size=1).pack() + block.pack() + bytes(100))
+            greet(stuck, ME, OWNER, HOLDER)
+            block = Frame(FrameKind.BLOCK, 2, 0, SMALL.block_bytes)
+            stuck.sendall(Frame(FrameKind.BEGIN, 2, size=1).pack() + block.pack() + bytes(100))
             assert stuck.recv(1) == b""  # dropped at its deadline
-            assert complete_copies(pair.host_store) == {(OWNER, 1)}
+            assert complete_copies(pair.holder_store) == {(OWNER, 1)}
             assert_serves(pair)
 
 
 def test_an_owner_that_comes_again_ends_the_connection_it_had(pair: Pair) -> None:
     with connect(pair) as first:
-        greet(first, ME, OWNER, HOST)
-        first.sendall(Frame(Kind.BEGIN, 99, size=max(pair.host_store.iterations(OWNER))).pack())
+        greet(first, ME, OWNER, HOLDER)
+        first.sendall(Frame(FrameKind.BEGIN, 99, size=max(pair.holder_store.iterations(OWNER))).pack())
         assert_serves(pair)
         assert first.recv(1) == b""
 
@@ -348,12 +347,12 @@ def test_a_connection_that_comes_late_to_its_turn_does_not_end_a_newer_one(pair:
             may_go_on.wait(DEADLINE_S)
         return owner
 
-    with patch.object(host, "welcome", held_up), connect(pair) as first:
-        greet(first, ME, OWNER, HOST)
+    with patch.object(replica_server, "welcome", held_up), connect(pair) as first:
+        greet(first, ME, OWNER, HOLDER)
         assert_serves(pair)
         may_go_on.set()
         assert first.recv(1) == b""
-        newest = max(pair.host_store.iterations(OWNER))
+        newest = max(pair.holder_store.iterations(OWNER))
         save(pair, newest + 1, keep=newest)
 
 
@@ -361,15 +360,15 @@ def test_a_connection_that_comes_late_to_its_turn_does_not_end_a_newer_one(pair:
 
 
 def answer_of(pair: Pair, iteration: int) -> bytes:
-    """What a real host sends when asked for that copy."""
+    """What a real holder sends when asked for that copy."""
     with connect(pair) as sock:
-        greet(sock, ME, OWNER, HOST)
-        return say(sock, Frame(Kind.FETCH, iteration).pack())
+        greet(sock, ME, OWNER, HOLDER)
+        return say(sock, Frame(FrameKind.FETCH, iteration).pack())
 
 
-def test_whatever_a_host_answers_nothing_but_the_state_itself_is_taken_for_it(pair: Pair) -> None:
+def test_whatever_a_holder_answers_nothing_but_the_state_itself_is_taken_for_it(pair: Pair) -> None:
     assert_serves(pair)
-    iteration = max(pair.host_store.iterations(OWNER))
+    iteration = max(pair.holder_store.iterations(OWNER))
     answer = answer_of(pair, iteration)
     random = Random(7)
     answers = [answer, *(mutate(random, [answer[at : at + 2000] for at in range(0, 10_000, 2000)]) for _ in range(80))]
@@ -378,7 +377,7 @@ def test_whatever_a_host_answers_nothing_but_the_state_itself_is_taken_for_it(pa
         def serve() -> None:
             for each in answers:
                 with server.accept()[0] as sock:
-                    welcome(sock, ME, HOST, [OWNER])
+                    welcome(sock, ME, HOLDER, [OWNER])
                     receive(sock, 2 * FRAME_BYTES + len("{}"))
                     with suppress(OSError):
                         sock.sendall(each)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from capricorn.planner.link_model import LinkModel
 from capricorn.planner.plan import Limit
-from capricorn.runtime.schedule.gate import LEAST_BYTES, Gate, Passed
+from capricorn.runtime.schedule.gate import LEAST_BYTES, Admission, Gate
 
-HOST, OTHER = 1, 2
+HOLDER, OTHER = 1, 2
 LINK = LinkModel(latency_s=0.5, bytes_per_s=1e5)
 BEGIN_S = 1000.0
 LIMIT = Limit(end_s=2.0, num_bytes=100)
@@ -58,26 +58,26 @@ def make(*, is_reactive: bool = True, condition: threading.Condition | None = No
     return gate, clock
 
 
-def passing(gate: Gate, num_bytes: int, *, host: int = HOST, in_flight: int = 0, is_overflow: bool = False) -> int:
+def passing(gate: Gate, num_bytes: int, *, holder: int = HOLDER, in_flight: int = 0, is_overflow: bool = False) -> int:
     """How much of a chunk passes at once; that then has."""
     try:
-        passed = gate.wait(host, num_bytes, lambda: in_flight, is_overflow=is_overflow)
+        admission = gate.wait(holder, num_bytes, lambda: in_flight, is_overflow=is_overflow)
     except Held:
         return 0
-    assert not passed.has_waited
-    return passed.num_bytes
+    assert not admission.has_waited
+    return admission.num_bytes
 
 
-def is_pressed(gate: Gate) -> bool:
+def is_urgent(gate: Gate) -> bool:
     """Whether what passes at once does because somebody waits for it."""
-    return gate.wait(HOST, 1000, lambda: 0, is_overflow=False).is_pressed
+    return gate.wait(HOLDER, 1000, lambda: 0, is_overflow=False).is_urgent
 
 
-def passes(gate: Gate, num_bytes: int = 50_000, *, host: int = HOST, is_overflow: bool = False) -> bool:
+def passes(gate: Gate, num_bytes: int = 50_000, *, holder: int = HOLDER, is_overflow: bool = False) -> bool:
     """Whether all of it passes, rather than nothing."""
-    passed = passing(gate, num_bytes, host=host, is_overflow=is_overflow)
-    assert passed in (0, num_bytes)
-    return passed == num_bytes
+    admission = passing(gate, num_bytes, holder=holder, is_overflow=is_overflow)
+    assert admission in (0, num_bytes)
+    return admission == num_bytes
 
 
 @pytest.mark.parametrize("is_reactive", [True, False])
@@ -130,10 +130,10 @@ def test_whatever_passes_leaves_in_time(
     gate.link = link = LinkModel(latency_s, rate)
     gate.open(1, BEGIN_S, LIMIT)
     clock.now = BEGIN_S + past_s
-    passed = passing(gate, num_bytes, in_flight=in_flight)
-    assert 0 <= passed <= num_bytes
-    if passed:
-        assert clock.now + link.transfer_s(passed + in_flight) <= BEGIN_S + LIMIT.end_s + 1e-6
+    admission = passing(gate, num_bytes, in_flight=in_flight)
+    assert 0 <= admission <= num_bytes
+    if admission:
+        assert clock.now + link.transfer_s(admission + in_flight) <= BEGIN_S + LIMIT.end_s + 1e-6
     else:
         assert clock.now + link.transfer_s(min(num_bytes, LEAST_BYTES) + in_flight) > BEGIN_S + LIMIT.end_s - 2 / rate
 
@@ -181,40 +181,40 @@ def test_in_the_wait_for_a_straggler_chunks_pass_until_the_expected_end(is_last:
     assert not passes(gate, 1)
 
 
-def test_a_chunk_passes_only_once_its_host_has_come_to_the_same_span() -> None:
+def test_a_chunk_passes_only_once_its_holder_has_come_to_the_same_span() -> None:
     gate, _ = make()
     gate.open(1, BEGIN_S, LIMIT)
-    gate.hear(HOST, 1)
+    gate.hear(HOLDER, 1)
     assert passes(gate)
     gate.open(2, BEGIN_S, LIMIT)
     assert not passes(gate)
     gate.hear(OTHER, 2)
     assert not passes(gate)
-    gate.hear(HOST, 2)
+    gate.hear(HOLDER, 2)
     assert passes(gate)
-    gate.hear(HOST, 3)
+    gate.hear(HOLDER, 3)
     assert passes(gate)
 
 
-def test_a_host_that_is_behind_holds_up_only_what_is_for_it() -> None:
+def test_a_holder_that_is_behind_holds_up_only_what_is_for_it() -> None:
     gate, _ = make()
-    gate.hear(HOST, 1)
+    gate.hear(HOLDER, 1)
     gate.hear(OTHER, 2)
     gate.open(2, BEGIN_S, LIMIT)
-    assert not passes(gate, host=HOST)
-    assert passes(gate, host=OTHER)
+    assert not passes(gate, holder=HOLDER)
+    assert passes(gate, holder=OTHER)
 
 
-def test_a_host_that_was_never_heard_holds_up_nothing() -> None:
+def test_a_holder_that_was_never_heard_holds_up_nothing() -> None:
     gate, _ = make()
     gate.hear(OTHER, 1)
     gate.open(7, BEGIN_S, LIMIT)
-    assert passes(gate, host=HOST)
+    assert passes(gate, holder=HOLDER)
 
 
-def test_a_late_checkpoint_waits_for_the_host_too() -> None:
+def test_a_late_checkpoint_waits_for_the_holder_too() -> None:
     gate, _ = make()
-    gate.hear(HOST, 1)
+    gate.hear(HOLDER, 1)
     gate.open(2, BEGIN_S, LIMIT)
     gate.begin_save(is_late=True)
     assert not passes(gate)
@@ -222,22 +222,22 @@ def test_a_late_checkpoint_waits_for_the_host_too() -> None:
 
 def test_only_what_passes_while_the_link_is_idle_has_it_for_itself() -> None:
     gate, _ = make()
-    assert not gate.wait(HOST, 10, lambda: 0, is_overflow=False).is_idle
+    assert not gate.wait(HOLDER, 10, lambda: 0, is_overflow=False).is_idle
     gate.open(1, BEGIN_S, LIMIT)
-    assert gate.wait(HOST, 10, lambda: 0, is_overflow=False).is_idle
-    gate.hurry(True)
-    assert not gate.wait(HOST, 10, lambda: 0, is_overflow=False).is_idle
-    gate.hurry(False)
-    gate.note_overdue()
-    assert not gate.wait(HOST, 10, lambda: 0, is_overflow=False).is_idle
+    assert gate.wait(HOLDER, 10, lambda: 0, is_overflow=False).is_idle
+    gate.set_urgent(True)
+    assert not gate.wait(HOLDER, 10, lambda: 0, is_overflow=False).is_idle
+    gate.set_urgent(False)
+    gate.note_deadline_missed()
+    assert not gate.wait(HOLDER, 10, lambda: 0, is_overflow=False).is_idle
 
 
 def test_no_chunk_is_held_for_longer_than_the_gate_has_patience() -> None:
     gate = Gate(is_reactive=True, patience_s=0.05)
     gate.open(1, 0.0, UNUSED)
-    passed = gate.wait(HOST, 1000, lambda: 0, is_overflow=False)
-    assert passed.num_bytes == 1000
-    assert passed.has_waited
+    admission = gate.wait(HOLDER, 1000, lambda: 0, is_overflow=False)
+    assert admission.num_bytes == 1000
+    assert admission.has_waited
 
 
 def test_a_late_checkpoint_uses_computing_time_beyond_the_expected_end() -> None:
@@ -277,12 +277,12 @@ def test_a_checkpoint_that_holds_up_the_next_one_passes_whatever_goes_on_and_is_
     gate.open(1, BEGIN_S, UNUSED)
     gate.close()
     clock.now = BEGIN_S + 5.0
-    gate.hear(HOST, 0)
+    gate.hear(HOLDER, 0)
     assert not passes(gate, 1)
-    gate.note_overdue()
-    assert is_pressed(gate)
+    gate.note_deadline_missed()
+    assert is_urgent(gate)
     gate.open(2, BEGIN_S, UNUSED)
-    assert is_pressed(gate)
+    assert is_urgent(gate)
     assert passes(gate, 12, is_overflow=True)
     gate.begin_save(is_late=False)
     assert not passes(gate, 1)
@@ -294,23 +294,23 @@ def test_while_an_update_waits_everything_passes_and_is_counted(is_reactive: boo
     gate.open(1, BEGIN_S, UNUSED)
     gate.close()
     clock.now = BEGIN_S + 5.0
-    gate.hear(HOST, 0)
-    gate.hurry(True)
-    assert is_pressed(gate)
+    gate.hear(HOLDER, 0)
+    gate.set_urgent(True)
+    assert is_urgent(gate)
     assert passes(gate, 12, is_overflow=True)
-    gate.hurry(False)
+    gate.set_urgent(False)
     assert not passes(gate, 1)
 
 
 @pytest.mark.parametrize("is_reactive", [True, False])
-def test_after_a_release_everything_passes_until_the_next_span_and_counts_as_no_hurry(is_reactive: bool) -> None:
+def test_after_a_release_everything_passes_until_the_next_span_and_counts_as_not_urgent(is_reactive: bool) -> None:
     gate, clock = make(is_reactive=is_reactive)
     gate.open(1, BEGIN_S, UNUSED)
     gate.close()
     clock.now = BEGIN_S + 5.0
     gate.release()
     assert passes(gate, 10**6)
-    assert not is_pressed(gate)
+    assert not is_urgent(gate)
     assert passes(gate, 10**6, is_overflow=True)
     gate.open(2, BEGIN_S, UNUSED)
     assert not passes(gate, 1)
@@ -318,7 +318,7 @@ def test_after_a_release_everything_passes_until_the_next_span_and_counts_as_no_
 
 def test_a_gate_that_is_not_reactive_goes_by_the_plan_alone() -> None:
     gate, clock = make(is_reactive=False)
-    gate.hear(HOST, 1)
+    gate.hear(HOLDER, 1)
     gate.open(5, BEGIN_S, LIMIT)
     clock.now = BEGIN_S + 100.0
     gate.close()
@@ -379,8 +379,8 @@ def _close(gate: Gate) -> None:
     gate.close()
 
 
-def _leave_the_host_behind(gate: Gate) -> None:
-    gate.hear(HOST, 1)
+def _leave_the_holder_behind(gate: Gate) -> None:
+    gate.hear(HOLDER, 1)
     gate.open(2, BEGIN_S, LIMIT)
 
 
@@ -396,14 +396,14 @@ def _fill(gate: Gate) -> None:
     ("is_reactive", "is_overflow", "hold", "wake"),
     [
         pytest.param(True, False, _close, lambda gate: gate.open(2, BEGIN_S, LIMIT), id="open"),
-        pytest.param(True, False, _close, lambda gate: gate.hurry(True), id="hurry"),
+        pytest.param(True, False, _close, lambda gate: gate.set_urgent(True), id="urgent"),
         pytest.param(True, False, _close, Gate.release, id="release"),
-        pytest.param(True, False, _leave_the_host_behind, lambda gate: gate.hear(HOST, 2), id="hear"),
-        pytest.param(True, False, _pass_the_end, Gate.note_overdue, id="overdue"),
+        pytest.param(True, False, _leave_the_holder_behind, lambda gate: gate.hear(HOLDER, 2), id="hear"),
+        pytest.param(True, False, _pass_the_end, Gate.note_deadline_missed, id="deadline missed"),
         pytest.param(False, False, _fill, lambda gate: gate.open(2, BEGIN_S, LIMIT), id="open, by plan"),
-        pytest.param(False, False, _fill, lambda gate: gate.hurry(True), id="hurry, by plan"),
+        pytest.param(False, False, _fill, lambda gate: gate.set_urgent(True), id="urgent, by plan"),
         pytest.param(False, False, _fill, Gate.release, id="release, by plan"),
-        pytest.param(False, False, _fill, Gate.note_overdue, id="overdue, by plan"),
+        pytest.param(False, False, _fill, Gate.note_deadline_missed, id="deadline missed, by plan"),
         pytest.param(False, True, _fill, lambda gate: gate.close(is_last=True), id="close of the last, by plan"),
     ],
 )
@@ -413,12 +413,12 @@ def test_a_thread_that_waits_is_woken_by(
     condition = Watched()
     gate, _ = make(is_reactive=is_reactive, condition=condition)
     hold(gate)
-    passed: list[Passed] = []
+    admissions: list[Admission] = []
     thread = threading.Thread(
-        target=lambda: passed.append(gate.wait(HOST, 10, lambda: 0, is_overflow=is_overflow)), daemon=True
+        target=lambda: admissions.append(gate.wait(HOLDER, 10, lambda: 0, is_overflow=is_overflow)), daemon=True
     )
     thread.start()
     assert condition.is_waited_for.wait(DEADLINE_S)
     wake(gate)
     thread.join(DEADLINE_S)
-    assert [(each.num_bytes, each.has_waited) for each in passed] == [(10, True)]
+    assert [(each.num_bytes, each.has_waited) for each in admissions] == [(10, True)]

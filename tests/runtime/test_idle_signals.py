@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from capricorn.runtime.comm import idle_signals as signals
-from capricorn.runtime.comm.idle_signals import IdleSignals, Kind
+from capricorn.runtime.comm.idle_signals import IdleSignals, SignalKind
 
 SECRET, LOCAL = b"secret", "127.0.0.1"
 DEADLINE_S = 20.0
@@ -33,13 +33,13 @@ class Ends:
         self.addresses = [self.first.address, self.second.address, self.third.getsockname()]
 
     def start(self, on_idle: Callable[[int, int], None] | None = None) -> None:
-        self.first.start(self.addresses, [1, 2], [], lambda host, number: None)
-        self.second.start(self.addresses, [], [0], on_idle or (lambda host, number: self.heard.put((host, number))))
+        self.first.start(self.addresses, [1, 2], [], lambda holder, number: None)
+        self.second.start(self.addresses, [], [0], on_idle or (lambda holder, number: self.heard.put((holder, number))))
 
     def send(self, message: bytes) -> None:
         """To rank 1, from a socket that nobody knows."""
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
-            stranger.sendto(message, self.second.address)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as unauthenticated:
+            unauthenticated.sendto(message, self.second.address)
 
     def next(self) -> tuple[int, int]:
         return self.heard.get(timeout=DEADLINE_S)
@@ -64,7 +64,7 @@ def message(speaker: int = 0, hearer: int = 1, *, claims: int | None = None, sec
     speaking = IdleSignals(speaker, LOCAL, secret, speaker + 1)
     token = speaking._token(speaker, hearer)
     speaking.close()
-    return signals._MESSAGE.pack(token, Kind.IDLE, speaker if claims is None else claims, 66, 0.0, 0.0)
+    return signals._MESSAGE.pack(token, SignalKind.IDLE, speaker if claims is None else claims, 66, 0.0, 0.0)
 
 
 def eventually(is_so: Callable[[], bool]) -> bool:
@@ -100,7 +100,7 @@ def test_the_datagrams_made_up_here_are_like_the_real_ones(ends: Ends) -> None:
         pytest.param(bytes(8) + message()[8:], id="with a wrong token"),
         pytest.param(message(secret=b"other"), id="with a secret of another attempt"),
         pytest.param(message(hearer=2), id="meant for another rank"),
-        pytest.param(message(speaker=2), id="of a rank that is no host"),
+        pytest.param(message(speaker=2), id="of a rank that is no holder"),
         pytest.param(message(speaker=2, claims=0), id="of a rank in the name of another"),
         pytest.param(message(claims=2), id="in the name of another"),
         pytest.param(message(claims=(1 << 32) - 1), id="in the name of no rank"),
@@ -191,7 +191,7 @@ def test_rank_0_has_the_time_and_asks_nobody(ends: Ends) -> None:
 def test_nobody_but_rank_0_is_asked_or_believed(ends: Ends) -> None:
     ends.start()
     answer = bytearray(message(speaker=2))
-    answer[8] = Kind.ANSWER
+    answer[8] = SignalKind.ANSWER
     ends.send(bytes(answer))
     ends.first.tell(1)
     assert ends.next() == (0, 1)
@@ -219,8 +219,8 @@ def test_lost_peers_do_no_harm(ends: Ends) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as gone:
         gone.bind((LOCAL, 0))
         lost = gone.getsockname()
-    ends.first.start([ends.first.address, lost, lost], [1, 2], [], lambda host, number: None)
-    ends.second.start([lost, lost, lost], [0], [0], lambda host, number: ends.heard.put((host, number)))
+    ends.first.start([ends.first.address, lost, lost], [1, 2], [], lambda holder, number: None)
+    ends.second.start([lost, lost, lost], [0], [0], lambda holder, number: ends.heard.put((holder, number)))
     for number in range(20):
         ends.first.tell(number)
         ends.second.tell(number)
@@ -237,7 +237,7 @@ def test_before_the_start_and_after_the_end_nothing_is_told_and_nothing_raised()
     end.close()
     end.close()
     started = IdleSignals(1, LOCAL, SECRET, 2)
-    started.start([started.address] * 2, [0], [0], lambda host, number: None)
+    started.start([started.address] * 2, [0], [0], lambda holder, number: None)
     started.close()
     started.close()
     started.tell(1)
@@ -248,7 +248,7 @@ def test_before_the_start_and_after_the_end_nothing_is_told_and_nothing_raised()
 def test_the_thread_ends_also_if_it_was_too_busy_to_hear_of_the_close(ends: Ends) -> None:
     is_hearing, may_go_on = threading.Event(), threading.Event()
 
-    def on_idle(host: int, number: int) -> None:
+    def on_idle(holder: int, number: int) -> None:
         is_hearing.set()
         may_go_on.wait(DEADLINE_S)
 
@@ -269,7 +269,7 @@ def test_the_thread_ends_also_if_it_was_too_busy_to_hear_of_the_close(ends: Ends
     assert has_ended
 
 
-def test_strangers_cannot_make_a_rank_remember_more_and_more(ends: Ends) -> None:
+def test_unauthenticated_datagrams_cannot_make_a_rank_remember_more_and_more(ends: Ends) -> None:
     ends.start()
     before = len(ends.second._tokens)
     for rank in range(100):

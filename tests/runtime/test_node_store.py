@@ -46,7 +46,7 @@ def fill(store: NodeStore, owner: int, iteration: int, keep: int) -> Slot:
 
 def test_a_copy_is_complete_only_after_commit(tmp_path: Path) -> None:
     store = make_store(tmp_path)
-    store.host(0, LAYOUT)
+    store.open_slots(0, LAYOUT)
     slot = fill(store, 0, 1, keep=0)
     assert [copy.state for copy in store.inventory() if copy.iteration == 1] == ["writing"]
     assert store.read(0, 1) is None
@@ -62,7 +62,7 @@ def test_the_iteration_to_keep_is_never_overwritten(
 ) -> None:
     """Whatever saves fail here or elsewhere, the newest that is complete everywhere stays."""
     store = make_store(tmp_path_factory.mktemp("store"))
-    store.host(0, LAYOUT)
+    store.open_slots(0, LAYOUT)
     keep = 0
     for iteration, (commits_here, completes_everywhere) in enumerate(events, 1):
         slot = fill(store, 0, iteration, keep)
@@ -76,7 +76,7 @@ def test_the_iteration_to_keep_is_never_overwritten(
 
 def test_an_iteration_that_was_saved_twice_leaves_a_slot_for_the_next(tmp_path: Path) -> None:
     store = make_store(tmp_path)
-    store.host(0, LAYOUT)
+    store.open_slots(0, LAYOUT)
     save(store, 0, 1, keep=0)
     save(store, 0, 1, keep=0)
     save(store, 0, 2, keep=1)
@@ -85,7 +85,7 @@ def test_an_iteration_that_was_saved_twice_leaves_a_slot_for_the_next(tmp_path: 
 
 def test_a_slot_that_was_damaged_is_used_first(tmp_path: Path) -> None:
     store = make_store(tmp_path)
-    slots = store.host(0, LAYOUT)
+    slots = store.open_slots(0, LAYOUT)
     save(store, 0, 1, keep=0)
     save(store, 0, 2, keep=1)
     damaged = next(slot for slot in slots if slot.holds(1))
@@ -95,12 +95,12 @@ def test_a_slot_that_was_damaged_is_used_first(tmp_path: Path) -> None:
 
 def test_what_survives_is_there_when_the_store_is_opened_again(tmp_path: Path) -> None:
     store = make_store(tmp_path)
-    store.host(0, LAYOUT)
+    store.open_slots(0, LAYOUT)
     save(store, 0, 4, keep=0)
     store.close()
     again = NodeStore.open(tmp_path / "node0")
     assert (again.run_id, again.node) == ("run", 0)
-    again.host(0, LAYOUT)
+    again.open_slots(0, LAYOUT)
     slot = again.read(0, 4)
     assert slot is not None
     assert slot.damaged_block() is None
@@ -109,15 +109,15 @@ def test_what_survives_is_there_when_the_store_is_opened_again(tmp_path: Path) -
 
 def test_a_state_of_another_layout_is_refused(tmp_path: Path) -> None:
     store = make_store(tmp_path)
-    store.host(0, LAYOUT)
+    store.open_slots(0, LAYOUT)
     store.close()
     with pytest.raises(StoreError, match="another size"):
-        NodeStore.open(tmp_path / "node0").host(0, Layout(20_000, 4096, 5))
+        NodeStore.open(tmp_path / "node0").open_slots(0, Layout(20_000, 4096, 5))
 
 
 def test_copies_of_an_abandoned_future_are_forgotten(tmp_path: Path) -> None:
     store = make_store(tmp_path)
-    store.host(0, LAYOUT)
+    store.open_slots(0, LAYOUT)
     save(store, 0, 4, keep=0)
     save(store, 0, 5, keep=4)
     store.forget_after(4)
@@ -127,7 +127,7 @@ def test_copies_of_an_abandoned_future_are_forgotten(tmp_path: Path) -> None:
 @pytest.mark.parametrize("offset", [8, 40, PAGE, PAGE + 8, 2 * PAGE, 2 * PAGE + 9_999])
 def test_a_flipped_byte_is_found(tmp_path: Path, offset: int) -> None:
     store = make_store(tmp_path)
-    store.host(0, LAYOUT)
+    store.open_slots(0, LAYOUT)
     slot = save(store, 0, 1, keep=0)
     (copy,) = [copy for copy in store.inventory() if copy.state == "complete"]
     assert store.verify(copy)
@@ -141,7 +141,7 @@ def test_a_flipped_byte_is_found(tmp_path: Path, offset: int) -> None:
 
 def test_a_truncated_copy_is_damaged(tmp_path: Path) -> None:
     store = make_store(tmp_path)
-    store.host(0, LAYOUT)
+    store.open_slots(0, LAYOUT)
     slot = save(store, 0, 1, keep=0)
     os.truncate(slot.path, LAYOUT.file_bytes - PAGE)
     states = [copy.state for copy in store.inventory()]
@@ -164,7 +164,7 @@ def test_a_header_torn_at_any_byte_never_reads_as_the_new_one(tmp_path: Path) ->
 
 def test_only_their_user_can_read_the_files(tmp_path: Path) -> None:
     store = make_store(tmp_path)
-    store.host(0, LAYOUT)
+    store.open_slots(0, LAYOUT)
     store.write_manifest(0, "{}")
     assert stat.S_IMODE(store.folder.stat().st_mode) == 0o700
     assert {stat.S_IMODE(path.stat().st_mode) for path in store.folder.iterdir()} == {0o600}
@@ -194,14 +194,14 @@ def test_a_full_tmpfs_is_an_error_that_says_what_to_do() -> None:
     with tmpfs(size="1m") as folder:
         store = make_store(folder)
         with pytest.raises(StoreError, match="no room for"):
-            store.host(0, Layout(1 << 20, 4096, 0))
+            store.open_slots(0, Layout(1 << 20, 4096, 0))
         assert [copy.path for copy in store.inventory() if copy.path.stat().st_size == 0] == []
 
 
 def test_a_tmpfs_that_fills_up_later_does_not_touch_a_store_that_is_made() -> None:
     with tmpfs(size="1m") as folder:
         store = make_store(folder)
-        store.host(0, LAYOUT)
+        store.open_slots(0, LAYOUT)
         with pytest.raises(OSError, match="space"):
             (folder / "hog").write_bytes(bytes(2 << 20))
         for iteration in range(1, 6):
@@ -238,7 +238,7 @@ from capricorn.runtime.store.slot import Layout
 from capricorn.runtime.store.node_store import NodeStore
 from tests.runtime.test_node_store import LAYOUT, fill
 store = NodeStore.open(Path(sys.argv[1]))
-store.host(0, LAYOUT)
+store.open_slots(0, LAYOUT)
 iteration = max(store.iterations(0), default=0)
 print("ready", flush=True)
 while True:
@@ -265,7 +265,7 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_copy(tmp_path: Path) -> No
         complete = [copy for copy in store.inventory() if copy.state == "complete"]
         assert complete
         assert all(map(store.verify, complete))
-        store.host(0, LAYOUT)
+        store.open_slots(0, LAYOUT)
         for copy in complete:
             slot = store.read(0, copy.iteration)
             assert slot is not None

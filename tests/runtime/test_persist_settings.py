@@ -40,7 +40,7 @@ def test_a_slot_more_and_a_process_more_of_each_rank_are_counted(system: str, nu
 def test_a_pinned_slot_is_not_used_again(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     store = NodeStore.create(tmp_path / "node0", "run", 0, Topology(1, 1))
-    store.host(0, Layout(8192, 4096, 1), num_slots=3)
+    store.open_slots(0, Layout(8192, 4096, 1), num_slots=3)
     for iteration in (1, 2, 3):
         store.commit(store.begin(0, iteration, keep=iteration - 1))
     first = store.read(0, 1)

@@ -14,10 +14,11 @@ import torch.distributed as dist
 from capricorn.config.scenario import PersistConfig
 from capricorn.errors import CapricornError
 from capricorn.runtime.persist.restore import PersistentTier
-from capricorn.runtime.persist.survey import complete_in, look_at_tier
+from capricorn.runtime.persist.survey import complete_in, survey_persistent_tier
 from capricorn.runtime.replicating_system import ReplicatingSystem
 from capricorn.runtime.save.staging import payload_of
 from tests.support.mounts import tmpfs
+from tests.support.processes import children_of, command_of
 from tests.support.runs import fill_up
 from tests.support.spawn import run_ranks
 from tests.support.tiers import Rank, train
@@ -27,7 +28,7 @@ PATIENCE_S = 60.0
 
 def writers() -> list[psutil.Process]:
     """Those of this process."""
-    return [each for each in psutil.Process().children() if any("persist_process" in word for word in each.cmdline())]
+    return [each for each in children_of(os.getpid(), recursive=False) if "persist_process" in command_of(each)]
 
 
 def complaint_of(system: ReplicatingSystem) -> str:
@@ -59,7 +60,7 @@ def persist_and_lose_memory(rank: int, num_ranks: int, folder: str) -> dict[str,
     return {
         "persisted": persisted,
         "restored": (report.iteration, list(report.sources), wrong),
-        "complete": complete_in(look_at_tier(root)),
+        "complete": complete_in(survey_persistent_tier(root)),
         "left": [left.exists(), len(writers())],
         "lost": sorted(path.name for path in me.folder.glob(f"node{rank}-1*/owner{rank}.slot*")),
     }
@@ -99,7 +100,12 @@ def stop_the_writer(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
     me.state.publish()
     wrong = me.wrong(2)
     loaded.close()
-    return {"skipped": skipped, "complaint": complaint, "complete": complete_in(look_at_tier(root)), "wrong": wrong}
+    return {
+        "skipped": skipped,
+        "complaint": complaint,
+        "complete": complete_in(survey_persistent_tier(root)),
+        "wrong": wrong,
+    }
 
 
 @pytest.mark.slow
@@ -165,7 +171,7 @@ def fill_the_disk(rank: int, num_ranks: int, folder: str, root: str) -> dict[str
 def test_a_full_disk_is_counted_told_and_freed_and_training_goes_on(tmp_path: Path) -> None:
     with tmpfs("24m") as root:
         results = run_ranks(fill_the_disk, 2, str(tmp_path), str(root), deadline_s=120)
-        complete = complete_in(look_at_tier(root))
+        complete = complete_in(survey_persistent_tier(root))
         left = sorted(path.name for path in root.iterdir())
     for each in results:
         assert each["latest"] == 4, "in memory it is complete"

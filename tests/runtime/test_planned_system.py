@@ -186,7 +186,7 @@ def test_a_system_that_is_closed_within_an_iteration_leaves_no_thread_behind(tmp
 
 
 def trained_with(rank: int, num_nodes: int, folder: str, trouble: str, has_gate: bool) -> dict[str, Any]:
-    if trouble == "a slow host":
+    if trouble == "a slow holder":
         commit = ReplicaLink.commit
 
         def commit_late(self: ReplicaLink, iteration: int) -> None:
@@ -207,14 +207,14 @@ def trained_with(rank: int, num_nodes: int, folder: str, trouble: str, has_gate:
 
 
 @pytest.mark.parametrize(
-    ("trouble", "has_gate"), [("a slow host", True), ("a slow host", False), ("lost signals", True)]
+    ("trouble", "has_gate"), [("a slow holder", True), ("a slow holder", False), ("lost signals", True)]
 )
 def test_every_save_completes_in_spite_of(tmp_path: Path, trouble: str, has_gate: bool) -> None:
     for result in run_ranks(trained_with, 2, str(tmp_path), trouble, has_gate):
         assert result["completed"] == list(range(1, ITERATIONS + 1))
         assert result["threads"] == []
         assert sorted_bytes(result["planned"]) <= result["sent_bytes"]
-        if trouble == "a slow host":
+        if trouble == "a slow holder":
             assert sum(each.overflow_s for each in result["planned"]) > 0  # updates have waited
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from capricorn.hooks import NO_LAYER, OpKey
 from capricorn.planner.profile import IterationProfile
-from capricorn.runtime.schedule.op_clock import HostClock, Reached
+from capricorn.runtime.schedule.op_clock import CpuClock, Reached
 from capricorn.runtime.schedule.profiler import Profiler
 from tests.support.spawn import run_ranks
 
@@ -79,7 +79,7 @@ def test_a_profile_has_the_times_of_all_ranks_by_one_clock_and_is_taken_once() -
 def measured_for_real(rank: int, num_ranks: int) -> list[Any]:
     group = dist.group.WORLD
     assert group is not None
-    profiler = Profiler(HostClock(), group, lambda: 0.0)
+    profiler = Profiler(CpuClock(), group, lambda: 0.0)
     profiles = []
     for iteration, ops in enumerate((OPS, (*OPS[:3], REDUCE), ()), 1):
         measure(profiler, iteration, ops)

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from capricorn.errors import TransportError
 from capricorn.runtime.comm.handshake import Identity, greet
 from capricorn.runtime.comm.replica_link import ReplicaLink
-from capricorn.runtime.comm.wire import FRAME_BYTES, Frame, Kind, receive, set_deadline
+from capricorn.runtime.comm.wire import FRAME_BYTES, Frame, FrameKind, receive, set_deadline
 from capricorn.runtime.store.slot import Slot
-from tests.support.replicas import HOST, LAYOUT, ME, OWNER, Pair, assert_threads_end
+from tests.support.replicas import HOLDER, LAYOUT, ME, OWNER, Pair, assert_threads_end
 
 
 @pytest.fixture
@@ -83,14 +83,14 @@ def test_however_a_replica_is_cut_it_arrives_intact(pair: Pair, cuts: list[int])
 def test_whatever_the_cuts_a_replica_arrives_intact(pair: Pair, cuts: list[int]) -> None:
     pair.link.close()
     pair.link.connect("{}")
-    iteration = 1 + max(pair.host_store.iterations(OWNER), default=0)
+    iteration = 1 + max(pair.holder_store.iterations(OWNER), default=0)
     slot = pair.staged(iteration, keep=iteration - 1)
     send_cut(pair, slot, iteration, cuts)
     assert_arrived(pair, slot, iteration)
 
 
 class Through:
-    """A way to the host that hands on a payload in small pieces."""
+    """A way to the holder that hands on a payload in small pieces."""
 
     def pieces(self, view: memoryview, *, low: bool = False) -> Iterator[memoryview]:
         assert low
@@ -125,10 +125,10 @@ def test_after_the_acknowledgement_nothing_is_in_flight_and_on_a_closed_link_nei
     assert pair.link.in_flight_bytes == 0
 
 
-def test_what_the_host_has_not_taken_is_in_flight() -> None:
+def test_what_the_holder_has_not_taken_is_in_flight() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         link = ReplicaLink(
-            ME, OWNER, HOST, silent.getsockname(), timeout_s=5.0, low_class=False, send_buffer_bytes=4096
+            ME, OWNER, HOLDER, silent.getsockname(), timeout_s=5.0, low_class=False, send_buffer_bytes=4096
         )
         link._sock = socket.create_connection(silent.getsockname())
         link._sock.setblocking(False)
@@ -155,7 +155,7 @@ def test_a_lost_state_is_fetched_back(pair: Pair) -> None:
 def test_the_manifest_of_an_owner_lies_beside_its_replicas(pair: Pair) -> None:
     pair.link.connect('{"entries": []}')
     pair.replicate(pair.staged(1), 1)
-    assert (pair.host_store.folder / f"owner{OWNER}.json").read_text() == '{"entries": []}'
+    assert (pair.holder_store.folder / f"owner{OWNER}.json").read_text() == '{"entries": []}'
 
 
 def test_a_block_damaged_on_the_way_is_refused_and_the_older_copy_stays(pair: Pair) -> None:
@@ -215,12 +215,12 @@ def test_a_copy_damaged_at_rest_is_not_fetched(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize(
-    "stranger",
+    "peer",
     [replace(ME, secret=b"other"), replace(ME, attempt=1), replace(ME, run_id="other")],
     ids=["without the secret", "of another attempt", "of another run"],
 )
-def test_a_peer_is_refused(pair: Pair, stranger: Identity) -> None:
-    link = pair.make_link(stranger)
+def test_a_peer_is_refused(pair: Pair, peer: Identity) -> None:
+    link = pair.make_link(peer)
     with pytest.raises(TransportError, match="cannot link to rank 0"):
         link.connect("{}")
     pair.link.connect("{}")
@@ -242,9 +242,9 @@ def test_a_recorded_greeting_cannot_be_replayed(pair: Pair) -> None:
 
     with Recording(socket.AF_INET, socket.SOCK_STREAM) as first:
         set_deadline(first, 5.0)
-        first.connect(pair.host.address)
-        greet(first, ME, OWNER, HOST)
-    with socket.create_connection(pair.host.address) as second:
+        first.connect(pair.server.address)
+        greet(first, ME, OWNER, HOLDER)
+    with socket.create_connection(pair.server.address) as second:
         set_deadline(second, 5.0)
         receive(second, 16)
         second.sendall(bytes(recorded))
@@ -253,18 +253,18 @@ def test_a_recorded_greeting_cannot_be_replayed(pair: Pair) -> None:
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary(min_size=1, max_size=300))
-def test_garbage_from_a_stranger_does_no_harm(pair: Pair, garbage: bytes) -> None:
-    with socket.create_connection(pair.host.address) as stranger:
-        stranger.sendall(garbage)
-    with socket.create_connection(pair.host.address):
+def test_garbage_from_an_unauthenticated_connection_does_no_harm(pair: Pair, garbage: bytes) -> None:
+    with socket.create_connection(pair.server.address) as unauthenticated:
+        unauthenticated.sendall(garbage)
+    with socket.create_connection(pair.server.address):
         pair.link.close()
-        pair.link.connect("{}")  # also while another stranger is silent
+        pair.link.connect("{}")  # also while another unauthenticated one is silent
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.one_of(
     st.binary(min_size=FRAME_BYTES, max_size=FRAME_BYTES),
-    st.builds(Frame, st.sampled_from(Kind), st.integers(0, 9), st.integers(0, 99), st.integers(0, 1 << 60)).map(
+    st.builds(Frame, st.sampled_from(FrameKind), st.integers(0, 9), st.integers(0, 99), st.integers(0, 1 << 60)).map(
         Frame.pack
     ),
 ))  # fmt: skip
@@ -274,9 +274,9 @@ def test_a_frame_that_makes_no_sense_ends_the_connection_and_harms_no_copy(pair:
     pair.replicate(pair.staged(1), 1)
     with socket.socket() as owner:
         set_deadline(owner, 5.0)
-        owner.connect(pair.host.address)
-        greet(owner, ME, OWNER, HOST)
-        owner.sendall(Frame(Kind.BEGIN, 2, size=1).pack() + frame)
+        owner.connect(pair.server.address)
+        greet(owner, ME, OWNER, HOLDER)
+        owner.sendall(Frame(FrameKind.BEGIN, 2, size=1).pack() + frame)
     pair.link.close()
     pair.link.connect("{}")
     replica = pair.replica(1)
@@ -284,7 +284,7 @@ def test_a_frame_that_makes_no_sense_ends_the_connection_and_harms_no_copy(pair:
     assert replica.damaged_block() is None
 
 
-def test_a_host_that_hangs_is_given_up_at_the_deadline_and_named(tmp_path: Path) -> None:
+def test_a_holder_that_hangs_is_given_up_at_the_deadline_and_named(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = silent.getsockname()
         link = ReplicaLink(ME, OWNER, 7, address, timeout_s=0.2, low_class=False, send_buffer_bytes=65536)
@@ -296,7 +296,7 @@ def test_a_host_that_hangs_is_given_up_at_the_deadline_and_named(tmp_path: Path)
             link.commit(1)
 
 
-def test_a_host_that_is_gone_is_named(tmp_path: Path) -> None:
+def test_a_holder_that_is_gone_is_named(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
         address = gone.getsockname()
     link = ReplicaLink(ME, OWNER, 7, address, timeout_s=0.2, low_class=False, send_buffer_bytes=65536)
@@ -304,15 +304,15 @@ def test_a_host_that_is_gone_is_named(tmp_path: Path) -> None:
         link.connect("{}")
 
 
-def test_closing_a_host_ends_the_threads_of_strangers_who_are_silent(tmp_path: Path) -> None:
+def test_closing_a_holder_ends_the_threads_of_silent_unauthenticated_connections(tmp_path: Path) -> None:
     pair = Pair(tmp_path)
-    strangers = [socket.create_connection(pair.host.address) for _ in range(8)]
-    for stranger in strangers:
-        receive(stranger, 16)  # the host has begun to greet each
+    connections = [socket.create_connection(pair.server.address) for _ in range(8)]
+    for each in connections:
+        receive(each, 16)  # the holder has begun to greet each
     pair.close()
     assert_threads_end()
-    for stranger in strangers:
-        stranger.close()
+    for each in connections:
+        each.close()
 
 
 def test_an_owner_may_be_silent_for_longer_than_the_deadline_between_two_checkpoints(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ class StandIns:
             close=lambda *, is_last=False: self.log.append("close last" if is_last else "close"),
             release=lambda: self.log.append("release"),
             begin_save=lambda *, is_late: self.log.append("begin late save" if is_late else "begin save"),
-            note_overdue=lambda: self.log.append("overdue"),
+            note_deadline_missed=lambda: self.log.append("deadline missed"),
             link=None,
         )
         self.clock = stand_in(at=lambda reached: reached(self.now_s), settle=list, close=self._note("clock"))
@@ -109,7 +109,7 @@ class StandIns:
         scheduler.on_iteration_begin(iteration)
         for op in ops:
             if op == UPDATE:
-                scheduler.learn()
+                scheduler.take_profile()
             self.log.append(f"begin {op}")
             scheduler.on_op_begin(op)
             self.now_s += 1.0
@@ -299,10 +299,10 @@ def test_what_planning_did_is_taken_once_and_the_link_stays_known() -> None:
 
 def test_late_checkpoints_are_told_to_the_gate() -> None:
     job = StandIns()
-    job.scheduler.overdue()
+    job.scheduler.note_deadline_missed()
     job.scheduler.plan(1, LINK, is_late=True)
     job.scheduler.plan(2, LINK)
-    assert job.log == ["overdue", "begin late save", "begin save"]
+    assert job.log == ["deadline missed", "begin late save", "begin save"]
 
 
 def sent(begin_s: float, end_s: float, num_bytes: int, *, is_pressed: bool = False) -> ChunkEvent:
@@ -350,7 +350,7 @@ def test_after_a_profile_waiting_for_a_straggler_does_not_collide() -> None:
 
 
 def test_idle_time_is_what_this_rank_and_its_hosts_have_in_common() -> None:
-    """Rank 1 leaves the dispatches half a second later; rank 2 is no host, and slower still."""
+    """Rank 1 leaves the dispatches half a second later; rank 2 is no holder, and slower still."""
     job = StandIns(world_size=3, ends=(0, 1))
     times = tuple(float(index) for index in range(len(OPS)))
     rows = tuple(
@@ -358,7 +358,7 @@ def test_idle_time_is_what_this_rank_and_its_hosts_have_in_common() -> None:
         for late_s in (0.0, 0.5, 0.9)
     )
     job.profile = profile = IterationProfile(1, OPS, (times,) * 3, rows, {})
-    job.scheduler.learn()
+    job.scheduler.take_profile()
     assert job.observed == [profile]
     assert job.scheduler.take().idle_s == pytest.approx(sum(profile.span_s()[0]) - 2 * 0.5)
 
@@ -406,8 +406,8 @@ def test_profiling_and_planning_cost_what_is_reported_of_them() -> None:
 
 def test_the_planner_hears_the_losses_of_an_iteration_with_its_end_and_once() -> None:
     job = StandIns()
-    job.scheduler.hear_losses(0.5, 0.125)
-    job.scheduler.hear_losses(0.25, 0.0)
+    job.scheduler.note_losses(0.5, 0.125)
+    job.scheduler.note_losses(0.25, 0.0)
     job.scheduler.on_iteration_end(4)
     job.scheduler.on_iteration_end(5)
     assert job.noted == [(4, 0.75, 0.125), (5, 0.0, 0.0)]

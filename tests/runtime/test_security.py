@@ -26,6 +26,7 @@ from capricorn.runtime.store.slot import Layout
 from capricorn.topology import Topology
 from capricorn.trainer.data import Batches
 from tests.support.mounts import tmpfs
+from tests.support.processes import command_of
 from tests.support.replicas import Pair, fill, payload_of
 from tests.support.runs import LiveRun, assert_ok, fill_up
 
@@ -46,13 +47,13 @@ def make_store(folder: Path) -> NodeStore:
 
 
 def listening(processes: list[psutil.Process]) -> Iterator[tuple[str, int, str]]:
-    """Address, port and process of each socket that strangers can talk to."""
+    """Address, port and process of each socket that anybody can talk to."""
     for process in processes:
         try:
             sockets = [each for each in process.net_connections("inet") if each.status in ("LISTEN", "NONE")]
         except psutil.Error:  # it has just ended
             continue
-        yield from ((each.laddr.ip, each.laddr.port, " ".join(process.cmdline())) for each in sockets)
+        yield from ((each.laddr.ip, each.laddr.port, command_of(process)) for each in sockets)
 
 
 @pytest.mark.parametrize("umask", ["000", pytest.param("077", marks=pytest.mark.slow)])
@@ -152,7 +153,7 @@ def test_a_slot_is_not_written_through_a_link(tmp_path: Path) -> None:
             slot = store.folder / "owner0.slot0"
             slot.symlink_to(target)
             with pytest.raises(StoreError, match="cannot open"):
-                store.host(0, LAYOUT)
+                store.open_slots(0, LAYOUT)
             slot.unlink()
     assert victim.read_bytes() == bytes(LAYOUT.file_bytes)
     assert not (tmp_path / "not there").exists()
@@ -253,7 +254,7 @@ def test_a_slot_and_a_layout_that_are_pickles_are_shown_as_damaged_and_not_loade
     canary, lock = tmp_path / "canary", RunLock(tmp_path, "run")
     node = lock.folder / "node0"
     with closing(make_store(node)) as store:
-        store.host(0, LAYOUT)
+        store.open_slots(0, LAYOUT)
     for name in ("owner0.slot0", "owner0.json"):
         (node / name).write_bytes(payload(canary))
     lock.release(keep=True)

@@ -36,7 +36,7 @@ class Node(RuleBasedStateMachine):
     def _start(self) -> None:
         self.store = NodeStore.open(self.root / "node0")
         for owner in OWNERS:
-            self.store.host(owner, LAYOUT)
+            self.store.open_slots(owner, LAYOUT)
         self.open.clear()
 
     @precondition(lambda self: not self.open)
@@ -74,7 +74,7 @@ class Node(RuleBasedStateMachine):
     @rule(owner=st.sampled_from(OWNERS))
     def damage(self, owner: int) -> None:
         """A header that is not that of what is to be kept is torn."""
-        for slot in self.store.host(owner, LAYOUT):
+        for slot in self.store.open_slots(owner, LAYOUT):
             if not slot.holds(self.keep):
                 slot._map[20] ^= 0xFF
                 return

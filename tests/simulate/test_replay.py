@@ -20,8 +20,8 @@ from capricorn.planner.link_model import LinkModel
 from capricorn.planner.plan import Chunk, Limit, Plan
 from capricorn.planner.profile import IterationProfile, spans_of
 from capricorn.simulate.policy import references, replay_policy, shard_bytes
-from capricorn.simulate.replay import Checkpoint, Outcome, replay
-from capricorn.simulate.training_model import TraceConfig, Training, ops_of_layers, train, train_on
+from capricorn.simulate.replay import Checkpoint, ReplayOutcome, replay
+from capricorn.simulate.training_model import SimulatedTraining, TraceConfig, ops_of_layers, train, train_on
 
 TRACE = Path(__file__).parents[3] / "shared/data/moe_load_trace.npz"
 RHOS = (0.5, 0.9, 1.5)
@@ -32,7 +32,7 @@ def policy(spans: str, replan: str = "speculative", gate: bool = True) -> Planne
 
 
 @cache
-def synthetic(phase: str = "stable", iterations: int = 100, **fields: float) -> tuple[Training, TraceConfig]:
+def synthetic(phase: str = "stable", iterations: int = 100, **fields: float) -> tuple[SimulatedTraining, TraceConfig]:
     config = TraceConfig.model_validate({"num_chunks": 100, **fields})
     shares_IME = synthetic_shares(
         phase, num_layers=4, num_experts=16, top_k=2, first=1, num_iterations=iterations, seed=1
@@ -40,14 +40,14 @@ def synthetic(phase: str = "stable", iterations: int = 100, **fields: float) -> 
     return train(shares_IME, config), config
 
 
-Made: TypeAlias = tuple[Training, TraceConfig]
+Made: TypeAlias = tuple[SimulatedTraining, TraceConfig]
 
 
 def at(rho: float, made: Made) -> Made:
     return made[0], made[1].model_copy(update={"rho": rho})
 
 
-def run(planner: PlannerConfig, made: Made, rho: float = 0.9) -> Outcome:
+def run(planner: PlannerConfig, made: Made, rho: float = 0.9) -> ReplayOutcome:
     return replay_policy(planner, *at(rho, made))
 
 
@@ -359,7 +359,7 @@ def test_known_loads_need_no_history() -> None:
 
 
 @cache
-def real(spans: str, replan: str, rho: float = 0.9, compute_noise: float = 0.02, iterations: int = 0) -> Outcome:
+def real(spans: str, replan: str, rho: float = 0.9, compute_noise: float = 0.02, iterations: int = 0) -> ReplayOutcome:
     if not TRACE.exists():
         pytest.skip(f"needs the load trace {TRACE}")
     config = TraceConfig(rho=rho, compute_noise=compute_noise, iterations=iterations)

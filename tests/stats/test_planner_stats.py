@@ -15,7 +15,7 @@ from capricorn.config.cluster import ClusterConfig
 from capricorn.config.resolve import load_model
 from capricorn.config.scenario import Scenario, SystemConfig, TrainConfig
 from capricorn.records.samples import ITERATIONS, OPS, Environment, IterationSample, OpSample, RunRecord, append
-from capricorn.report.terminal.tables import run_table
+from capricorn.report.terminal.run_table import run_table
 from capricorn.stats.run_summary import summarize
 
 FIGURES = Path(__file__).parents[2] / "docs"

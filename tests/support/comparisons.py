@@ -14,7 +14,7 @@ from typing import Any, Self, TypeAlias
 import pytest
 from rich.console import Console
 
-from capricorn.compare.results import Comparison, ComparisonRow
+from capricorn.compare.comparison import Comparison, ComparisonRow
 from capricorn.config.cluster import ClusterConfig
 from capricorn.config.resolve import load_model
 from capricorn.config.scenario import Scenario, SystemConfig, TrainConfig

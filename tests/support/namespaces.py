@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from capricorn.emulation.fabric import Entry, Fabric, Shape
+from capricorn.emulation.fabric import Fabric, NamespaceEntry, Shape
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 30.0
@@ -45,7 +45,7 @@ def fabric(shape: Shape, *, unprivileged: bool | None = None) -> Iterator[Fabric
         built.close()
 
 
-def start(entry: Entry, *arguments: str) -> subprocess.Popen[str]:
+def start(entry: NamespaceEntry, *arguments: str) -> subprocess.Popen[str]:
     """A process that does what `tests.support.traffic` is told, at that place."""
     return subprocess.Popen(
         [*entry.prefix, "tests.support.traffic", *arguments],

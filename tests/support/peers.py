@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from pathlib import Path
 from typing import Any, cast
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -18,6 +18,7 @@ from capricorn.runtime.save.flat_state import FlatState
 from capricorn.systems.interface import JobContext
 from capricorn.systems.registry import load_system
 from capricorn.topology import Topology
+from tests.support.processes import children_of
 
 SIZE = 300_000
 REDUCE = OpKey(NO_LAYER, "backward", "reduce")
@@ -83,7 +84,7 @@ class Toy:
 def left_over() -> list[Any]:
     """What a system might leave in this process: threads, process groups, processes, handlers of signals."""
     threads = sorted(thread.name for thread in threading.enumerate())
-    children = [child for child in psutil.Process().children() if "resource_tracker" not in " ".join(child.cmdline())]
+    children = children_of(os.getpid(), recursive=False)
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     return [threads, len(dist.distributed_c10d._world.pg_map), children, handlers]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from capricorn.compare.results import Comparison, ComparisonRow
+from capricorn.compare.comparison import Comparison, ComparisonRow
 from capricorn.config.fields import validate
 from capricorn.config.resolve import load_model
 from capricorn.config.scenario import Scenario

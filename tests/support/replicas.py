@@ -1,4 +1,4 @@
-"""An owner and its host in one process, each with a store, and what must be true of them whatever was sent."""
+"""An owner and its holder in one process, each with a store, and what must be true of them whatever was sent."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from random import Random
 
 from capricorn.runtime.comm.handshake import Identity
 from capricorn.runtime.comm.replica_link import ReplicaLink
-from capricorn.runtime.comm.replica_server import ReplicaHost
+from capricorn.runtime.comm.replica_server import ReplicaServer
 from capricorn.runtime.store.node_store import NodeStore
 from capricorn.runtime.store.slot import COMPLETE, Layout, Slot, checksum, read_header
 from capricorn.systems.interface import PacedRoute
@@ -17,21 +17,23 @@ from capricorn.topology import Topology
 
 LAYOUT = Layout(payload_bytes=300_000, block_bytes=65536, digest=3)
 ME = Identity("run", 0, b"secret")
-OWNER, HOST = 1, 0
+OWNER, HOLDER = 1, 0
 
 
 class Pair:
-    """An owner and its host, each with a store of its own."""
+    """An owner and its holder, each with a store of its own."""
 
     def __init__(self, folder: Path, timeout_s: float = 5.0, layout: Layout = LAYOUT) -> None:
         self.layout = layout
         topology = Topology(2, 1)
-        self.host_store = NodeStore.create(folder / "node0", "run", 0, topology)
+        self.holder_store = NodeStore.create(folder / "node0", "run", 0, topology)
         self.owner_store = NodeStore.create(folder / "node1", "run", 1, topology)
-        self.host_store.host(OWNER, layout)
-        self.owner_store.host(OWNER, layout)
-        self.host = ReplicaHost(ME, HOST, "127.0.0.1", self.host_store, timeout_s=timeout_s, gives_way=False)
-        self.host.start({OWNER: layout})
+        self.holder_store.open_slots(OWNER, layout)
+        self.owner_store.open_slots(OWNER, layout)
+        self.server = ReplicaServer(
+            ME, HOLDER, "127.0.0.1", self.holder_store, timeout_s=timeout_s, idle_priority=False
+        )
+        self.server.start({OWNER: layout})
         self.link = self.make_link(timeout_s=timeout_s)
 
     def make_link(
@@ -40,8 +42,8 @@ class Pair:
         return ReplicaLink(
             me,
             owner,
-            HOST,
-            self.host.address,
+            HOLDER,
+            self.server.address,
             timeout_s=timeout_s,
             low_class=True,
             send_buffer_bytes=65536,
@@ -62,11 +64,11 @@ class Pair:
         link.commit(iteration)
 
     def replica(self, iteration: int) -> Slot | None:
-        return self.host_store.read(OWNER, iteration)
+        return self.holder_store.read(OWNER, iteration)
 
     def close(self) -> None:
         self.link.close()
-        self.host.close()
+        self.server.close()
 
 
 def fill(slot: Slot, payload: bytes) -> None:

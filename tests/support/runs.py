@@ -32,6 +32,7 @@ from capricorn.records.samples import (
     RecoverySample,
     read_samples,
 )
+from tests.support.processes import command_of
 
 PROGRAM = (sys.executable, "-c", "from capricorn.cli.main import main; main()")
 MARK = "CAPRICORN_TEST_RUN"
@@ -234,7 +235,7 @@ class LiveRun:
         except subprocess.TimeoutExpired:
             pytest.fail(f"the run hangs: not done after {deadline_s} s\n{self._logs()}")
         ended = Run(code, _text(self._stdout), _text(self._stderr), self.folder)
-        left = [f"{process.pid}: {process.cmdline()}" for process in self.processes()]
+        left = [f"{process.pid}: {command_of(process)}" for process in self.processes()]
         assert not left, f"the run left processes behind: {left}"
         if (
             ended.folder is not None

@@ -16,7 +16,7 @@ from capricorn.config.resolve import load_model
 from capricorn.config.scenario import PersistConfig, SystemConfig, TrainConfig
 from capricorn.errors import CapricornError
 from capricorn.hooks import NO_LAYER, OpKey
-from capricorn.runtime.persist.messages import Order, Work
+from capricorn.runtime.persist.messages import Order, WriterTask
 from capricorn.runtime.persist.writer import write_checkpoint
 from capricorn.runtime.replicating_system import ReplicatingSystem
 from capricorn.runtime.save.staging import payload_of
@@ -116,7 +116,7 @@ def save(rank: int, world_size: int, folder: str, iterations: tuple[int, ...], k
     store = NodeStore.create(Path(folder) / f"writer{rank}", "run", rank, me.topology)
     store.write_manifest(rank, json.dumps(me.state.manifest()))
     slot = Slot(path, rank, Layout(me.state.num_bytes, 65536, me.state.digest))
-    work = Work(
+    work = WriterTask(
         run_id="run", attempt=0, rank=rank, num_nodes=world_size, ranks_per_node=1, model=MODEL, root=root,
         layout=store.manifest_path(rank), keep=keep, timeout_s=20.0,
     )  # fmt: skip

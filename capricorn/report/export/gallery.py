@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from capricorn.compare.results import Comparison
-from capricorn.report.export.export_tables import slugs
-from capricorn.report.export.formats import escaped
+from capricorn.compare.comparison import Comparison
+from capricorn.report.export.markdown import escaped
 from capricorn.report.figures.style import PNG, SVG, Picture, encode
+from capricorn.report.text import slugs
 
 INDEX, PAGE = "figures.json", "FIGURES.md"
 
@@ -16,7 +16,7 @@ INDEX, PAGE = "figures.json", "FIGURES.md"
 def figure_files(
     comparisons: Sequence[Comparison], pictures: Sequence[Sequence[Picture]], kinds: Sequence[str]
 ) -> dict[str, bytes]:
-    """By file name what goes into the folder: each picture in each of these formats, and two lists of them."""
+    """Returns by file name what goes into the folder: each picture in each of these formats, and two lists of them."""
     files: dict[str, bytes] = {}
     entries = []
     for comparison, name, drawn in zip(comparisons, slugs(comparisons), pictures, strict=True):
@@ -31,7 +31,7 @@ def figure_files(
 
 
 def files_of(index: str) -> set[str]:
-    """The files of the export that left this text in its index, with the index; none if no export of ours left it."""
+    """Returns the files of the export that left this text in its index, with the index; none if it is not ours."""
     try:
         table = json.loads(index)
         return {*(file for entry in table["figures"] for file in entry["files"]), INDEX, table.get("page", INDEX)}
@@ -47,7 +47,7 @@ def _entry(comparison: Comparison, picture: Picture, files: Sequence[str]) -> di
 
 
 def _section(comparison: Comparison, picture: Picture, files: Sequence[str]) -> str:
-    """The picture, if it is in a format that pages show, with its caption and the runs it came from."""
+    """Returns the picture, if it is in a format that pages show, with its caption and the runs it came from."""
     shown = next((file for kind in (SVG, PNG) for file in files if file.endswith(kind)), None)
     image = f"![{escaped(picture.title)}]({shown})\n\n" if shown else ""
     links = ", ".join(f"[{file}]({file})" for file in files)

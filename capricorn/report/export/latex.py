@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from capricorn.compare.results import Comparison, ComparisonRow
-from capricorn.report.export.export_tables import COLUMNS, Column, caption, remarks, slugs, title
-from capricorn.report.terminal.cells import DIFFERS_NOT, LEGEND, NO_DIFFERENCE
+from capricorn.compare.comparison import Comparison, ComparisonRow
+from capricorn.report.columns import COLUMNS, Column
+from capricorn.report.text import DIFFERS_NOT, LEGEND, NO_DIFFERENCE, caption, remarks, slugs, title
 
 MAX_RUNS = 6
-"""That a caption names; of more it says how many."""
+"""Most runs that a caption names; of more it says how many."""
 
 _ESCAPES = {
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "&": r"\&", "%": r"\%", "#": r"\#", "_": r"\_",
@@ -23,7 +23,7 @@ _DAGGER = r"$^{\dagger}$"
 
 
 def escaped(text: str) -> str:
-    """The text on one line, as LaTeX prints it literally; what pdflatex has no glyph for becomes a question mark."""
+    """Returns the text on one line, so that LaTeX prints it literally; what pdflatex has no glyph for becomes a `?`."""
     plain = "".join(char if _has_glyph(char) else "?" for char in " ".join(text.split()))
     return _SPECIAL.sub(lambda found: _ESCAPES[found[0]], plain)
 
@@ -33,7 +33,7 @@ def _has_glyph(char: str) -> bool:
 
 
 def as_latex(comparisons: Sequence[Comparison]) -> str:
-    """A floating table for each comparison, never wider than the text; needs booktabs and graphicx."""
+    """Returns a floating table for each comparison, never wider than the text; needs booktabs and graphicx."""
     tables = [_table(comparison, slug) for comparison, slug in zip(comparisons, slugs(comparisons), strict=True)]
     return _PREAMBLE + "\n".join(tables)
 
@@ -65,7 +65,7 @@ def _side(column: Column) -> str:
 
 
 def _head(column: Column) -> str:
-    """A head of two lines, as a table of its own."""
+    """Returns a head of two lines, as a table of its own."""
     lines = r" \\ ".join(f"{{{escaped(line)}}}" for line in column.head.split("\n"))
     return rf"\begin{{tabular}}[b]{{@{{}}{_side(column)}@{{}}}}{lines}\end{{tabular}}"
 
@@ -83,18 +83,18 @@ def _cell(text: str) -> str:
 
 
 def _notes(row: ComparisonRow) -> list[str]:
-    """Its notes, and before them the settings in its label, which would make the table too wide."""
+    """Returns the notes of a row, after the settings in its label, which would make the table too wide."""
     return list(dict.fromkeys([*row.label.split(":")[1:], *row.notes]))
 
 
 def _marks(rows: Sequence[ComparisonRow]) -> dict[str, str]:
-    """The number of each note."""
+    """Returns the number of each note."""
     notes = dict.fromkeys(note for row in rows for note in _notes(row))
     return {note: str(number) for number, note in enumerate(notes, 1)}
 
 
 def _below(comparison: Comparison, marks: dict[str, str], *, has_dagger: bool) -> list[str]:
-    """The paragraphs under a table: what is wrong with it, what its marks stand for, how it is read."""
+    """Returns the paragraphs under a table: what is wrong with it, what its marks stand for, how it is read."""
     faults = [rf"\textbf{{{escaped(remark)}}}" for remark in remarks(comparison)]
     notes = [f"$^{{{sign}}}$~{escaped(note)}" for note, sign in marks.items()]
     if has_dagger:

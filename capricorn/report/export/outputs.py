@@ -17,13 +17,13 @@ class Outputs:
 
     def __init__(self) -> None:
         self._written: dict[Path, Path] = {}
-        """By place the temporary file."""
+        """Temporary files, by the path that they are to have."""
         self._made: list[Path] = []
         """Folders, the innermost first."""
 
     @contextmanager
     def open(self, path: Path) -> Iterator[IO[bytes]]:
-        """A file to be written; its folders are made.
+        """Yields a file to be written; its folders are made.
 
         Raises:
             ConfigError: the path is taken by something else than a file, or cannot be written.
@@ -43,7 +43,7 @@ class Outputs:
             raise ConfigError(f"cannot write {path}: {error.strerror or error}") from None
 
     def write(self, path: Path, data: bytes) -> None:
-        """A file with that content.
+        """Writes a file with that content.
 
         Raises:
             ConfigError: as `open`.
@@ -80,7 +80,7 @@ class Outputs:
 
 
 def read_whole(path: Path) -> str:
-    """The text of a file that may be of anyone; empty if there is none.
+    """Returns the text of a file that may be of anyone; empty if there is none.
 
     Raises:
         ConfigError: it cannot be read.
@@ -93,7 +93,7 @@ def read_whole(path: Path) -> str:
 
 @contextmanager
 def all_or_nothing() -> Iterator[Outputs]:
-    """Outputs that are committed if all goes well, and leave nothing behind otherwise."""
+    """Yields outputs that are committed if all goes well, and leave nothing behind otherwise."""
     outputs = Outputs()
     try:
         yield outputs

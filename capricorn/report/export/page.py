@@ -10,17 +10,17 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 import capricorn
-from capricorn.compare.results import Comparison
-from capricorn.report.export.export_tables import NOTES, caption, columns_of, remarks, slugs, title
+from capricorn.compare.comparison import Comparison
+from capricorn.report.columns import NOTES, columns_of
 from capricorn.report.figures.style import Picture, inline_svg
-from capricorn.report.terminal.cells import LEGEND
+from capricorn.report.text import LEGEND, caption, remarks, slugs, title
 
 TEMPLATE = "page.html"
 
 
 def as_html(comparisons: Sequence[Comparison], pictures: Sequence[Sequence[Picture]]) -> str:
-    """The page of these comparisons, each with its pictures; it loads nothing and runs no script."""
-    source = resources.files("capricorn.report").joinpath(TEMPLATE).read_text(encoding="utf-8")
+    """Returns the page of these comparisons, each with its pictures; it loads nothing and runs no script."""
+    source = resources.files(__package__).joinpath(TEMPLATE).read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     names = slugs(comparisons)
     sections = [_section(*each) for each in zip(comparisons, names, pictures, strict=True)]

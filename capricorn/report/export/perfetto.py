@@ -21,7 +21,7 @@ Place: TypeAlias = dict[str, int]
 
 ITERATION_LANE = "iterations"
 ORDER = (ITERATION_LANE, *LANES)
-"""Of the lanes of one rank, from above."""
+"""Order of the lanes of one rank, from above."""
 
 
 class TracedRun(NamedTuple):
@@ -38,7 +38,7 @@ class _Track(NamedTuple):
     rank: int
     lane: str
     kind: str
-    """Of the transfers of a checkpoint; empty in the other lanes."""
+    """The kind of a checkpoint's transfers; empty in the other lanes."""
     number: int
 
     @property
@@ -56,7 +56,7 @@ class _Tracks:
         self._ends_s: dict[_Track, Seconds] = {}
 
     def place(self, rank: int, lane: str, kind: str, begin_s: Seconds, end_s: Seconds) -> Place:
-        """Where the event goes: the first track of that lane which is free by then."""
+        """Returns where the event goes: the first track of that lane which is free by then."""
         number = 0
         while self._ends_s.get(track := _Track(rank, lane, kind, number), begin_s) > begin_s:
             number += 1
@@ -64,7 +64,7 @@ class _Tracks:
         return {"pid": self._pid, "tid": self._tids.setdefault(track, len(self._tids) + 1)}
 
     def names(self) -> Iterator[Event]:
-        """Names and order of all tracks."""
+        """Yields the names and the order of all tracks."""
         for track, tid in self._tids.items():
             place = {"pid": self._pid, "tid": tid}
             order = (track.rank * len(ORDER) + ORDER.index(track.lane)) * 1000 + tid
@@ -87,7 +87,7 @@ def write_trace(file: IO[bytes], runs: Sequence[TracedRun]) -> None:
 
 
 def trace_events(runs: Sequence[TracedRun]) -> Iterator[Event]:
-    """The events of all runs; a process is a run, its threads are the lanes of its ranks."""
+    """Yields the events of all runs; a process is a run, its threads are the lanes of its ranks."""
     for pid, run in enumerate(runs, 1):
         name = f"{run.label}, {run.record.mode}: {run.record.run_id}"
         yield _metadata("process_name", {"pid": pid, "tid": 0}, name=name)
@@ -133,7 +133,7 @@ def _timeline_events(tracks: _Tracks, timeline: Iterable[OpSample], start_s: Sec
 
 
 def _complete(name: str, category: str, place: Place, begin_s: Seconds, end_s: Seconds, about: dict[str, Any]) -> Event:
-    """An event with its duration, in microseconds to the nanosecond."""
+    """Returns an event with its duration, in microseconds to the nanosecond."""
     begin_us, end_us = round(begin_s * 1e6, 3), round(end_s * 1e6, 3)
     duration_us = round(end_us - begin_us, 3)
     return {"name": name, "cat": category, "ph": "X", "ts": begin_us, "dur": duration_us, **place, "args": about}

@@ -1,4 +1,4 @@
-"""What the exported figures show, read from the raw samples of the runs of a comparison. Draws nothing."""
+"""The data that exported figures show, read from the raw samples of the runs of a comparison. Draws nothing."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import pandas as pd
 
-from capricorn.compare.measured import Measured
-from capricorn.compare.results import Comparison, ComparisonRow
+from capricorn.compare.comparison import Comparison, ComparisonRow
+from capricorn.compare.measured_run import MeasuredRun
 from capricorn.errors import ConfigError
 from capricorn.records.samples import LOADS, OPS, LoadSample, OpSample, read_samples
 from capricorn.stats.lanes import timelines
-from capricorn.stats.run_summary import summarize
 from capricorn.units import Bytes, Seconds
 
 
@@ -27,7 +25,7 @@ class Shown:
 
     row: ComparisonRow
     folders: Sequence[Path]
-    runs: Sequence[Measured]
+    runs: Sequence[MeasuredRun]
 
     @property
     def label(self) -> str:
@@ -37,23 +35,29 @@ class Shown:
     def run_ids(self) -> tuple[str, ...]:
         return tuple(run.record.run_id for run in self.runs)
 
-    def steady(self, column: str) -> pd.Series[Any]:
-        """That column of the steady iterations of all its runs."""
-        return pd.concat([run.steady[column] for run in self.runs], ignore_index=True).dropna()
+    @property
+    def durations_s(self) -> npt.NDArray[np.float64]:
+        """How long each steady iteration of its runs took."""
+        return np.array([each.duration_s for run in self.runs for each in run.steady])
+
+    @property
+    def stalls_s(self) -> npt.NDArray[np.float64]:
+        """How long training waited in each steady iteration of its runs."""
+        return np.array([each.stall_s for run in self.runs for each in run.steady])
 
 
 def read_shown(comparison: Comparison, folders: Mapping[str, Sequence[Path]]) -> list[Shown]:
-    """The systems of a comparison that measured something, in its order.
+    """Returns the systems of a comparison that measured something, in its order.
 
     Raises:
         ConfigError: a run is damaged, or was made in another mode than the comparison.
     """
     shown = [_read(row, folders.get(row.label, ()), comparison) for row in comparison.rows]
-    return [each for each in shown if each.runs and len(each.steady("duration_s"))]
+    return [each for each in shown if len(each.durations_s)]
 
 
 def _read(row: ComparisonRow, folders: Sequence[Path], comparison: Comparison) -> Shown:
-    runs = [Measured.read(folder) for folder in folders]
+    runs = [MeasuredRun.read(folder) for folder in folders]
     for run in runs:
         if run.record.mode != comparison.mode:
             raise ConfigError(
@@ -66,39 +70,37 @@ def _read(row: ComparisonRow, folders: Sequence[Path], comparison: Comparison) -
 
 
 class Memory(NamedTuple):
-    """At the most, of all ranks together, in the run that took most."""
+    """The most that all ranks together took, in the run that took most."""
 
     rss_bytes: Bytes
     store_bytes: Bytes
 
 
 def memory_of(shown: Shown) -> Memory:
-    """Computed from the samples and from the sizes of the stores."""
-    summaries = [summarize(folder, run.record.config)[0] for folder, run in zip(shown.folders, shown.runs, strict=True)]
-    each = [Memory(summary["peak_rss_bytes"], summary["store_bytes"] or 0) for summary in summaries]
-    return max(each, key=sum)
+    """Returns the memory of the run of a system that took most."""
+    return max((Memory(run.summary["peak_rss_bytes"], run.summary["store_bytes"] or 0) for run in shown.runs), key=sum)
 
 
 # --- timelines ---------------------------------------------------------------------------------------------------
 
 
 class Timeline(NamedTuple):
-    """What one rank of one run did in one iteration."""
+    """The ops and transfers of one rank of one run in one iteration."""
 
     run_id: str
     iteration: int
     rank: int
     duration_s: Seconds
-    """Of the iteration, on its slowest rank."""
+    """How long the iteration lasted on its slowest rank."""
     ops: Sequence[OpSample]
 
 
 def typical_timelines(systems: Sequence[Shown]) -> dict[str, Timeline]:
-    """By label, one sampled iteration of the first rank: that in which it took nearest to its usual time.
+    """Returns by label one sampled iteration of the first rank: that which took nearest to its usual time.
 
     It is the same iteration of all systems, of whichever of their runs, if there is one that all have sampled.
     """
-    usual_s = {each.label: float(each.steady("duration_s").median()) for each in systems}
+    usual_s = {each.label: float(np.median(each.durations_s)) for each in systems}
     sampled = {each.label: found for each in systems if (found := _sampled(each, usual_s[each.label]))}
 
     def most_usual(labels: Iterable[str], iterations: Iterable[int]) -> int:
@@ -115,12 +117,12 @@ def typical_timelines(systems: Sequence[Shown]) -> dict[str, Timeline]:
 
 
 def _unusual(duration_s: Seconds, usual_s: Seconds) -> float:
-    """How far the one is from the other: half and double are equally far."""
+    """Returns how far the one is from the other: half and double are equally far."""
     return abs(math.log(duration_s / usual_s))
 
 
 def _sampled(shown: Shown, usual_s: Seconds) -> dict[int, Timeline]:
-    """By iteration its most usual timeline in any run."""
+    """Returns by iteration its most usual timeline in any run."""
     best: dict[int, Timeline] = {}
     for folder, run in zip(shown.folders, shown.runs, strict=True):
         for iteration, timeline in _sampled_in(folder, run).items():
@@ -129,10 +131,10 @@ def _sampled(shown: Shown, usual_s: Seconds) -> dict[int, Timeline]:
     return best
 
 
-def _sampled_in(folder: Path, run: Measured) -> dict[int, Timeline]:
-    """By steady iteration the timeline of the first rank; of a redone one the last."""
+def _sampled_in(folder: Path, run: MeasuredRun) -> dict[int, Timeline]:
+    """Returns by steady iteration the timeline of the first rank; of a redone one the last."""
     first = min((rank for _, rank in run.losses), default=0)
-    durations_s = dict(zip(map(int, run.durations_s.index), map(float, run.durations_s), strict=True))
+    durations_s = run.durations_s
     found: dict[int, Timeline] = {}
     for ops in timelines(read_samples(folder / OPS, OpSample)):
         iteration, rank = ops[0].iteration, ops[0].rank
@@ -144,41 +146,41 @@ def _sampled_in(folder: Path, run: Measured) -> dict[int, Timeline]:
 # --- loads -------------------------------------------------------------------------------------------------------
 
 
-class Loads(NamedTuple):
+class LayerLoads(NamedTuple):
     """Shares of the tokens of one layer, of the run with this id."""
 
     run_id: str
     layer: int
     first_iteration: int
     share_EI: npt.NDArray[np.float64]
-    """By expert and iteration; not a number where an iteration has no record."""
+    """[E, I] experts and iterations; not a number where an iteration has no record."""
     skew: float
     """Tokens of the busiest expert / mean of all, averaged over iterations."""
 
 
-def most_skewed(systems: Sequence[Shown]) -> Loads | None:
-    """The loads of the layer whose busiest expert has most, in the first run that recorded any."""
+def most_skewed(systems: Sequence[Shown]) -> LayerLoads | None:
+    """Returns the loads of the layer whose busiest expert has most, in the first run that recorded any."""
     for shown in systems:
         for folder, run in zip(shown.folders, shown.runs, strict=True):
-            if layers := _loads(folder):
-                layer = max(sorted(layers), key=lambda layer: _skew(layers[layer]))
-                frame = layers[layer]
-                first, last = int(frame.columns[0]), int(frame.columns[-1])
-                whole = frame.reindex(columns=range(first, last + 1))
-                shares_EI = whole.to_numpy(float)
-                return Loads(run.record.run_id, layer, first, shares_EI, _skew(frame))
+            if layers := _loads(folder, run.record.run_id):
+                return max(layers, key=lambda loads: loads.skew)
     return None
 
 
-def _loads(folder: Path) -> dict[int, pd.DataFrame]:
-    """By layer, the share of each expert (rows) in each iteration (columns); of a redone iteration the last."""
+def _loads(folder: Path, run_id: str) -> list[LayerLoads]:
+    """Returns the loads of each layer, of a redone iteration the last."""
     tokens: dict[int, dict[int, list[int]]] = {}
     for sample in read_samples(folder / LOADS, LoadSample):
         if sum(sample.tokens_per_expert):
             tokens.setdefault(sample.layer, {})[sample.iteration] = sample.tokens_per_expert
-    frames = {layer: pd.DataFrame(each).sort_index(axis=1) for layer, each in tokens.items()}
-    return {layer: frame / frame.sum() for layer, frame in frames.items()}
+    return [_layer_loads(run_id, layer, tokens[layer]) for layer in sorted(tokens)]
 
 
-def _skew(share_EI: pd.DataFrame) -> float:
-    return float((share_EI.max() * len(share_EI)).mean())
+def _layer_loads(run_id: str, layer: int, tokens: Mapping[int, Sequence[int]]) -> LayerLoads:
+    iterations = sorted(tokens)
+    tokens_EI = np.array([tokens[iteration] for iteration in iterations], float).T
+    share_EI = tokens_EI / tokens_EI.sum(0)
+    whole_EI = np.full((len(share_EI), iterations[-1] - iterations[0] + 1), np.nan)
+    whole_EI[:, np.array(iterations) - iterations[0]] = share_EI
+    skew = float((share_EI.max(0) * len(share_EI)).mean())
+    return LayerLoads(run_id, layer, iterations[0], whole_EI, skew)

@@ -1,5 +1,5 @@
-"""How exported figures look, and how they become files: one style, one colour for each system, the same bytes for the
-same data. Knows no run and no comparison.
+"""The style of exported figures, and how they become files: one colour for each system, the same bytes for the same
+data. Knows no run and no comparison.
 """
 
 from __future__ import annotations
@@ -26,18 +26,26 @@ SVG, PDF, PNG = "svg", "pdf", "png"
 FORMATS = (SVG, PDF, PNG)
 
 WIDTH_IN = 6.4
-"""Of every figure: 640 px where an inch has 100."""
+"""Width of every figure: 640 px where an inch has 100."""
 PAD_IN = 0.08
-"""Around the axes and what belongs to them."""
+"""Margin around the axes and what belongs to them."""
 PNG_DPI = 200
 LABEL_CHARS = 26
-"""Of a system's name on a line."""
+"""Most characters of a system's name on a line."""
 
+COLOURS = {
+    "none": "#7d8590", "capricorn": "#0072b2", "blocking": "#d55e00", "gemini": "#e69f00", "gemini-staged": "#cc79a7",
+    "torchsnapshot": "#009e73", "dcp-async": "#56b4e9", "torch-save": "#882255", "lm-resiliency": "#999933",
+    "dcp": "#8073c4",
+}  # fmt: skip
+"""Colours by system. Source: Okabe & Ito, "Color universal design" (2008); torch-save, lm-resiliency and those below by
+Tol, "Colour schemes" (2021).
+"""
 SPARE = ("#44aa99", "#aa4499", "#ddcc77", "#117733")
-"""For systems that have no colour of their own."""
+"""Colours of systems that have none of their own."""
 
 INK, FAINT = "#1c2128", "#c9ced6"
-"""Of text and axes, and of lines that only guide the eye; no system has them, so that a page can replace them."""
+"""Colours of text and axes, and of lines that only guide the eye; no system's, so that a page can replace them."""
 
 _STYLE: Any = {
     "font.size": 9.5, "axes.titlesize": 9.5, "axes.labelsize": 9.5, "xtick.labelsize": 9, "ytick.labelsize": 9,
@@ -53,7 +61,7 @@ _METADATA: dict[str, dict[str, Any]] = {
     PDF: {"CreationDate": None},
     PNG: {"Software": None},
 }
-"""Without what differs from one drawing of the same data to the next."""
+"""Metadata of files, without what differs from one drawing of the same data to the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +71,9 @@ class Picture:
     name: str
     title: str
     caption: str
-    """What is seen, with the mode, and how it was computed."""
+    """The text below it: what is seen, with the mode, and how it was computed."""
     alt: str
-    """The same for who cannot see it, with the figures."""
+    """The text for who cannot see it, with the figures."""
     runs: tuple[str, ...]
     """Ids of the runs whose samples it shows."""
     figure: Figure
@@ -73,7 +81,7 @@ class Picture:
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Figures that are made and saved within look as ours do, whatever the user's own settings."""
+    """Makes figures that are drawn and saved within look as ours do, whatever the user's own settings."""
     with mpl.rc_context():
         mpl.rcdefaults()
         mpl.rcParams.update(_STYLE)
@@ -81,20 +89,20 @@ def styled() -> Iterator[None]:
 
 
 def colour(system: str) -> str:
-    """The same for that system in every figure."""
+    """Returns the colour of a system, the same in every figure."""
     entry = SYSTEMS.get(system)
     return (entry.colour if entry else "") or SPARE[zlib.crc32(system.encode()) % len(SPARE)]
 
 
 def wrapped(label: str) -> str:
-    """The name of a system on short lines, its settings below it."""
+    """Returns the name of a system on short lines, its settings below it."""
     system, _, settings = label.partition(":")
     parts = (system, *settings.split(":"))
     return "\n".join(line for part in parts for line in textwrap.wrap(part, LABEL_CHARS, break_on_hyphens=False))
 
 
 class TimeUnit(NamedTuple):
-    """In which an axis of times has short figures."""
+    """A unit in which an axis of times has short figures."""
 
     name: str
     seconds: Seconds
@@ -105,14 +113,14 @@ class TimeUnit(NamedTuple):
 
 
 def new_axes(height_in: float) -> tuple[Figure, Axes]:
-    """A figure of the common width with one pair of axes; labels and legends outside of them are given room."""
+    """Returns a figure of the common width with one pair of axes; labels and legends around them are given room."""
     engine = ConstrainedLayoutEngine(w_pad=PAD_IN, h_pad=PAD_IN)
     figure = Figure(figsize=(WIDTH_IN, height_in), layout=engine)
     return figure, figure.add_subplot()
 
 
 def rows_axes(labels: list[str]) -> tuple[Figure, Axes]:
-    """Axes with a row for each system, from above downwards, at 0, 1, ..."""
+    """Returns axes with a row for each system, from above downwards, at 0, 1, ..."""
     num_lines = max(1 + wrapped(label).count("\n") for label in labels)
     figure, axes = new_axes(0.75 + len(labels) * max(0.4, 0.08 + 0.17 * num_lines))
     axes.set_yticks(range(len(labels)), [wrapped(label) for label in labels])
@@ -135,7 +143,7 @@ def settle(figure: Figure) -> None:
 
 
 def encode(figure: Figure, kind: str) -> bytes:
-    """The figure as a file of that format; the same bytes for the same figure."""
+    """Returns the figure as a file of that format; the same bytes for the same figure."""
     buffer = io.BytesIO()
     with styled():
         figure.savefig(buffer, format=kind, dpi=PNG_DPI if kind == PNG else "figure", metadata=_METADATA[kind])
@@ -143,7 +151,7 @@ def encode(figure: Figure, kind: str) -> bytes:
 
 
 def inline_svg(picture: Picture, prefix: str) -> str:
-    """The picture as an element of a page, with ids of its own; its ink is that of the text around it."""
+    """Returns the picture as an element of a page, with ids of its own; its ink is that of the text around it."""
     with styled():
         buffer = io.StringIO()
         picture.figure.savefig(buffer, format=SVG, metadata=_METADATA[SVG], transparent=True)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from capricorn.compare.results import Comparison
+from capricorn.compare.comparison import Comparison
 from capricorn.records.samples import OpSample
 from capricorn.report.figures.figure_data import Shown, Timeline, typical_timelines
 from capricorn.report.figures.style import INK, Picture, TimeUnit, colour, new_axes
@@ -18,7 +18,7 @@ from capricorn.units import format_bytes, format_seconds
 LANE_IN, HEAD_IN = 0.2, 0.3
 """Height of a lane, and of the line with the name of a system above its lanes."""
 NAMES = {COMPUTE: "compute", COMMUNICATION: "network"}
-"""Of lanes; each kind of transfer of a checkpoint has a lane of its own."""
+"""Names of lanes; each kind of transfer of a checkpoint has a lane of its own."""
 HEAD_CHARS = 60
 COMPUTING, ALL_TO_ALLS, OTHERS = "#b4bbc4", "#6b7480", "#b39b6d"
 """Colours of what is no checkpoint: they are those of no system."""
@@ -33,7 +33,7 @@ class _Lane(NamedTuple):
 
 
 def draw_timeline(comparison: Comparison, systems: Sequence[Shown]) -> Picture | None:
-    """Lanes of all systems above each other on one axis of time; None if no run sampled its ops."""
+    """Draws the lanes of all systems above each other on one axis of time; None if no run sampled its ops."""
     found = typical_timelines(systems)
     shown = [each for each in systems if each.label in found]
     if not shown:
@@ -76,7 +76,7 @@ def draw_timeline(comparison: Comparison, systems: Sequence[Shown]) -> Picture |
 
 
 def _lanes(ops: Sequence[OpSample]) -> list[_Lane]:
-    """Those on which something happened, from above: computing, network, each kind of transfer."""
+    """Returns the lanes on which something happened, from above: computing, network, each kind of transfer."""
     lanes = [_Lane(name, [op for op in ops if lane_of(op) == lane]) for lane, name in NAMES.items()]
     chunks = [op for op in ops if lane_of(op) == CHECKPOINT]
     lanes += [_Lane(kind, [op for op in chunks if op.kind == kind]) for kind in _kinds(chunks)]
@@ -84,13 +84,13 @@ def _lanes(ops: Sequence[OpSample]) -> list[_Lane]:
 
 
 def _kinds(chunks: Sequence[OpSample]) -> list[str]:
-    """The kinds of transfers in the order in which a byte goes through them."""
+    """Returns the kinds of transfers in the order in which a byte goes through them."""
     kinds = {op.kind for op in chunks}
     return [*(kind for kind in CHUNKS if kind in kinds), *sorted(kinds - CHUNKS.keys())]
 
 
 def _draw_head(axes: Axes, label: str, top_in: float) -> None:
-    """The name of a system above its lanes; of a long one the begin."""
+    """Draws the name of a system above its lanes; of a long one the begin."""
     name = label if len(label) <= HEAD_CHARS else f"{label[:HEAD_CHARS]}..."
     axes.text(0, top_in + 0.62 * HEAD_IN, name, va="center", ha="left", fontweight="bold")
 
@@ -107,7 +107,7 @@ def _draw_lane(axes: Axes, lane: _Lane, top_in: float, unit: TimeUnit, face: str
 
 
 def _by_look(lane: _Lane, face: str) -> list[tuple[dict[str, Any], list[OpSample]]]:
-    """The ops of a lane by how they are drawn."""
+    """Returns the ops of a lane by how they are drawn."""
     if is_chunk(lane.ops[0]):
         return [({"facecolor": (face, CHUNKS.get(lane.name, 1.0)), "edgecolor": face, "linewidth": 0.5}, lane.ops)]
     if lane_of(lane.ops[0]) == COMPUTE:
@@ -118,7 +118,7 @@ def _by_look(lane: _Lane, face: str) -> list[tuple[dict[str, Any], list[OpSample
 
 
 def _which(shown: Sequence[Shown], found: Mapping[str, Timeline]) -> str:
-    """Which iteration is seen, of each system if they differ."""
+    """Writes which iteration is seen, of each system if they differ."""
     chosen = {each.label: (found[each.label].iteration, found[each.label].rank) for each in shown}
     if len(set(chosen.values())) == 1:
         ((iteration, rank),) = set(chosen.values())
@@ -128,7 +128,7 @@ def _which(shown: Sequence[Shown], found: Mapping[str, Timeline]) -> str:
 
 
 def _words(shown: Sequence[Shown], found: Mapping[str, Timeline]) -> list[str]:
-    """What the lanes come to, by system."""
+    """Writes what the lanes come to, by system."""
     words = []
     for each in shown:
         timeline = found[each.label]

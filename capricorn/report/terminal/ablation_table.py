@@ -1,28 +1,24 @@
-"""How planning policies compare, trained or replayed: their rows, and one table of them."""
+"""A comparison of planning policies, trained or replayed: their rows, and one table of them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
+from capricorn.compare.paired_ratio import RESAMPLES, Interval, interval_of
 from capricorn.config.fields import FrozenModel
 from capricorn.config.planner import PlannerConfig
 from capricorn.records.samples import Mode, RunRecord
+from capricorn.report.terminal.grid import plain_table
+from capricorn.report.text import NONE, format_figure, format_percents
 
 if TYPE_CHECKING:
-    from capricorn.simulate.replay import Outcome
-
-RESAMPLES = 2000
-LEVEL = 0.95
-NONE = "-"
-
-Interval: TypeAlias = tuple[float, float]
+    from capricorn.simulate.replay import ReplayOutcome
 
 
 class Row(FrozenModel):
@@ -35,31 +31,31 @@ class Row(FrozenModel):
     slowdown: float | None
     slowdown_ci: Interval | None = None
     profiled_frac: float | None = None
-    """Of the iterations, those that were measured."""
+    """The share of iterations that were profiled."""
     accuracy_frac: float | None = None
-    """Of the bytes planned into idle spans, those that left in them."""
+    """The share of the bytes planned into idle spans that left in them."""
     collision_frac: float | None = None
-    """Of the time without checkpoints, by how much communication was delayed."""
+    """The delay of communication, as a share of the time without checkpoints."""
     overflow_frac: float | None = None
-    """Of the time without checkpoints, how long updates waited for what was left."""
+    """The time in which updates waited for what was left, as a share of the time without checkpoints."""
     runs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Ablation:
-    """What a comparison of policies came to."""
+    """The result of a comparison of policies."""
 
     mode: Mode
     rows: tuple[Row, ...]
     caption: str
     references: Mapping[float, Mapping[str, float]] = field(default_factory=dict)
-    """By rho and name: slowdowns to compare with."""
+    """Slowdowns to compare with, by rho and name."""
     faults: tuple[str, ...] = ()
-    """What is wrong with its runs."""
+    """Faults of its runs."""
     runs: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """The same for machines."""
+        """Returns the ablation as machines read it."""
         references = [
             {"name": name, "rho": rho, "slowdown": slowdown}
             for rho, each in self.references.items()
@@ -70,8 +66,8 @@ class Ablation:
         return {"mode": self.mode, "rows": rows, "references": references} | faults
 
 
-def simulated(policy: PlannerConfig, rho: float, outcome: Outcome) -> Row:
-    """The row of a replay."""
+def simulated(policy: PlannerConfig, rho: float, outcome: ReplayOutcome) -> Row:
+    """Returns the row of a replay."""
     return Row(
         **_named(policy),
         rho=rho,
@@ -84,7 +80,7 @@ def simulated(policy: PlannerConfig, rho: float, outcome: Outcome) -> Row:
 
 
 def compared(policy: PlannerConfig, records: Sequence[RunRecord | None], base: Sequence[RunRecord | None]) -> Row:
-    """The row of a policy's runs, each paired with the run without checkpoints of the same repeat.
+    """Returns the row of a policy's runs, each paired with the run without checkpoints of the same repeat.
 
     Both are by repeat, None where a run has no record; one may be longer, if the comparison was cut short. No figure
     counts of a run whose verdict is not ok.
@@ -108,12 +104,12 @@ def compared(policy: PlannerConfig, records: Sequence[RunRecord | None], base: S
 
 
 def _iteration_s(record: RunRecord | None) -> float | None:
-    """Of a run that went well."""
+    """Returns the median iteration of a run that went well."""
     return record.summary["iteration_s_p50"] if record is not None and record.verdict == "ok" else None
 
 
 def bootstrap(ratios: Sequence[float]) -> Interval | None:
-    """The interval that holds the geometric mean of such ratios; None of less than two.
+    """Returns the interval that holds the geometric mean of such ratios; None for less than two.
 
     Source: Efron, "Bootstrap methods: another look at the jackknife" (1979); the percentile interval.
     """
@@ -121,8 +117,7 @@ def bootstrap(ratios: Sequence[float]) -> Interval | None:
         return None
     logs = np.log(ratios)
     means = np.random.default_rng(0).choice(logs, (RESAMPLES, len(logs))).mean(1)
-    low, high = np.exp(np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]))
-    return float(low), float(high)
+    return interval_of(means)
 
 
 def _named(policy: PlannerConfig) -> dict[str, Any]:
@@ -130,7 +125,7 @@ def _named(policy: PlannerConfig) -> dict[str, Any]:
 
 
 def _mean(key: str, summaries: Sequence[Mapping[str, Any]]) -> float | None:
-    """The mean of a figure over the runs that have it."""
+    """Returns the mean of a figure over the runs that have it."""
     values = [value for summary in summaries if (value := summary.get(key)) is not None]
     return float(np.mean(values)) if values else None
 
@@ -139,11 +134,11 @@ def _mean(key: str, summaries: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def ablation_table(ablation: Ablation, *, caption: bool = True) -> RenderableType:
-    """A row for each policy, with its slowdown at each rho; then the references, and what is wrong."""
+    """Shows a row for each policy, with its slowdown at each rho; then the references, and what is wrong."""
     by_rho: dict[float | None, dict[str, Row]] = {}
     for row in ablation.rows:
         by_rho.setdefault(row.rho, {})[_key(row)] = row
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
+    table = plain_table()
     for column in ("spans", "replan", "gate"):
         table.add_column(column, no_wrap=True)
     for rho in by_rho or [None]:
@@ -152,10 +147,10 @@ def ablation_table(ablation: Ablation, *, caption: bool = True) -> RenderableTyp
         table.add_column(column, justify="right", no_wrap=True)
     for key, row in {_key(row): row for row in ablation.rows}.items():
         rows = [each.get(key) for each in by_rho.values()]
-        spread = (_range([getattr(r, name) for r in rows if r]) for name in ("profiled_frac", "accuracy_frac"))
+        spread = (format_percents(getattr(r, name) for r in rows if r) for name in ("profiled_frac", "accuracy_frac"))
         table.add_row(row.spans, row.replan, "on" if row.gate else "off", *map(_slowdown, rows), *spread)
     for name in next(iter(ablation.references.values()), {}):
-        cells = [_figure(ablation.references.get(rho or 0.0, {}).get(name)) for rho in by_rho]
+        cells = [format_figure(ablation.references.get(rho or 0.0, {}).get(name), ".3f") for rho in by_rho]
         table.add_row(Text(name, style="dim"), "", "", *cells)
     faults = [Text(fault, style="bold red") for fault in ablation.faults]
     return Group(table, *([Text(ablation.caption, style="dim")] if caption else []), *faults)
@@ -169,17 +164,4 @@ def _slowdown(row: Row | None) -> str:
     if row is None:
         return NONE
     interval = "" if row.slowdown_ci is None else f" [{row.slowdown_ci[0]:.3f}, {row.slowdown_ci[1]:.3f}]"
-    return _figure(row.slowdown) + interval
-
-
-def _figure(value: float | None) -> str:
-    return NONE if value is None else f"{value:.3f}"
-
-
-def _range(fracs: Sequence[float | None]) -> str:
-    """Shares as percent, from the least to the most."""
-    known = [100 * frac for frac in fracs if frac is not None]
-    if not known:
-        return NONE
-    low, high = (f"{value:.3g}" for value in (min(known), max(known)))
-    return f"{low}%" if low == high else f"{low}-{high}%"
+    return format_figure(row.slowdown, ".3f") + interval

@@ -1,6 +1,6 @@
 """Small facts that all ranks of a job tell each other, as fixed-size tensors: nothing is pickled.
 
-Collective; called by the training thread.
+Every function is collective, and is called by the training thread.
 """
 
 from __future__ import annotations
@@ -18,48 +18,48 @@ _SIGN = 1 << 63
 
 
 def gather_layouts(group: dist.ProcessGroup, mine: Layout) -> list[Layout]:
-    """By rank: the layout of its state; the block size is the same for all."""
+    """Returns, by rank, the layout of its state; the block size is the same for all."""
     signed_digest = (mine.digest ^ _SIGN) - _SIGN
     rows = gather(group, torch.tensor([mine.payload_bytes, signed_digest], dtype=torch.int64))
     return [Layout(int(row[0]), mine.block_bytes, int(row[1]) % (1 << 64)) for row in rows]
 
 
 def share_text(group: dist.ProcessGroup, mine: str) -> str:
-    """What rank 0 says, of at most 64 bytes."""
+    """Returns the text of rank 0, of at most 64 bytes, on all ranks."""
     text = torch.frombuffer(bytearray(mine.encode().ljust(_TEXT_BYTES)), dtype=torch.uint8)
     dist.broadcast(text, group=group, group_src=0)
     return bytes(text.tolist()).decode().rstrip()
 
 
 def gather_texts(group: dist.ProcessGroup, mine: str, num_bytes: int) -> list[str]:
-    """By rank: what it says; of a longer text the first `num_bytes` of UTF-8."""
+    """Returns, by rank, its text; of a longer text the first `num_bytes` of UTF-8."""
     text = mine.encode()[:num_bytes].ljust(num_bytes)
     rows = gather(group, torch.frombuffer(bytearray(text), dtype=torch.uint8))
     return [bytes(row.tolist()).decode(errors="replace").rstrip() for row in rows]
 
 
 def total(group: dist.ProcessGroup, mine: int) -> int:
-    """The sum of what the ranks say."""
+    """Returns the sum of the values of all ranks."""
     value = torch.tensor(mine)
     dist.all_reduce(value, group=group)
     return int(value)
 
 
 def maximum(group: dist.ProcessGroup, mine: int) -> int:
-    """The largest of what the ranks say."""
+    """Returns the largest of the values of all ranks."""
     value = torch.tensor(mine)
     dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
     return int(value)
 
 
 def gather_addresses(group: dist.ProcessGroup, mine: tuple[str, int]) -> list[tuple[str, int]]:
-    """By rank: where its replica host listens."""
+    """Returns, by rank, the host name and port given by it."""
     pairs = [text.split() for text in gather_texts(group, f"{mine[0]} {mine[1]}", _TEXT_BYTES)]
-    return [(host, int(port)) for host, port in pairs]
+    return [(hostname, int(port)) for hostname, port in pairs]
 
 
 def share_secret(group: dist.ProcessGroup) -> bytes:
-    """A secret that rank 0 draws anew each time, known to the ranks of this attempt alone."""
+    """Returns a secret that rank 0 draws anew each time, known to the ranks of this attempt alone."""
     secret = torch.frombuffer(bytearray(os.urandom(_SECRET_BYTES)), dtype=torch.uint8)
     dist.broadcast(secret, group=group, group_src=0)
     return bytes(secret.tolist())
@@ -71,7 +71,7 @@ def barrier(group: dist.ProcessGroup) -> None:
 
 
 def gather(group: dist.ProcessGroup, mine: torch.Tensor) -> list[torch.Tensor]:
-    """By rank: its tensor, of the same shape and dtype on all."""
+    """Returns, by rank, its tensor, of the same shape and dtype on all."""
     rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(rows, mine, group=group)
     return rows

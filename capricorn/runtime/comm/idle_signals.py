@@ -1,6 +1,6 @@
-"""What ranks tell each other past all queues, in datagrams of a few bytes: that a link is idle, and what time it is.
+"""Datagrams of a few bytes past all queues: a rank tells that its link is idle, and asks what time it is on rank 0.
 
-They may be lost: then a span stays unused, or a clock is less exact. A stranger's are ignored.
+They may be lost: then a span stays unused, or a clock is less exact. Those that are not authentic are ignored.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _MESSAGE = struct.Struct(f"<{_TOKEN_BYTES}sBIIdd")
 """Token, kind, rank that speaks, number of the span, two times: with all headers no longer than an acknowledgement."""
 JOIN_TIMEOUT_S: Seconds = 5.0
 REMEMBERED = 64
-"""Answers of rank 0 of which the fastest is believed: what delays a datagram falsifies the time it tells."""
+"""Number of answers of rank 0 of which the fastest is believed: a delayed datagram falsifies the time it tells."""
 FRESH_S: Seconds = 60.0
-"""For how long an answer goes before older ones, since clocks drift apart."""
+"""How long an answer is preferred to older ones, since clocks drift apart."""
 
 
-class Kind(IntEnum):
-    """What a datagram says."""
+class SignalKind(IntEnum):
+    """The kind of a datagram, which says what its fields mean."""
 
     IDLE = 1  # span `number` has begun here
     ASK = 2  # it is `sent_s` here; what time is it with you?
@@ -36,17 +36,24 @@ class Kind(IntEnum):
 
 
 class IdleSignals:
-    """One rank's end: tells its owners, hears its hosts, and sets its clock by that of rank 0."""
+    """The end of one rank: tells its owners, hears its holders, and sets its clock by that of rank 0."""
 
     def __init__(self, rank: int, address: str, secret: bytes, world_size: int) -> None:
-        """`secret` is known to the ranks of this attempt alone; it shows who speaks, not that a message is new."""
+        """Opens the socket; nothing is heard before `start`.
+
+        Args:
+            rank: this rank.
+            address: of this node's own interface.
+            secret: known to the ranks of this attempt alone; it shows who speaks, not that a message is new.
+            world_size: number of ranks.
+        """
         self._rank, self._secret, self._world_size = rank, secret, world_size
         self._sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._sock.bind((address, 0))
         self._owners: Mapping[int, tuple[str, int]] = {}
         self._first: tuple[str, int] | None = None
-        self._hosts: Sequence[int] = ()
-        self._on_idle: Callable[[int, int], None] = lambda host, number: None
+        self._holders: Sequence[int] = ()
+        self._on_idle: Callable[[int, int], None] = lambda holder, number: None
         self._tokens: dict[tuple[int, int], bytes] = {}
         self._answers: deque[tuple[Seconds, Seconds, Seconds]] = deque(maxlen=REMEMBERED)
         """Each: how long it took, what it says is to be added here, and when it came."""
@@ -55,34 +62,44 @@ class IdleSignals:
 
     @property
     def address(self) -> tuple[str, int]:
-        host, port = self._sock.getsockname()[:2]
-        return str(host), int(port)
+        hostname, port = self._sock.getsockname()[:2]
+        return str(hostname), int(port)
 
     def start(
         self,
         addresses: Sequence[tuple[str, int]],
         owners: Sequence[int],
-        hosts: Sequence[int],
+        holders: Sequence[int],
         on_idle: Callable[[int, int], None],
     ) -> None:
-        """Tells `owners`, and calls `on_idle` with host and number for what `hosts` tell; `addresses` by rank."""
+        """Starts to listen.
+
+        Args:
+            addresses: by rank, where its datagrams are received.
+            owners: the ranks to tell of idle spans that begin here.
+            holders: the ranks whose idle spans are of interest.
+            on_idle: called with holder and number of each idle span that a holder tells of.
+        """
         self._owners = {owner: addresses[owner] for owner in owners}
         self._first = addresses[0] if self._rank else None
-        self._hosts, self._on_idle = hosts, on_idle
+        self._holders, self._on_idle = holders, on_idle
         self._thread.start()
 
     def tell(self, number: int) -> None:
-        """Idle span `number` has begun here."""
+        """Tells the owners that idle span `number` has begun here."""
         for owner, address in self._owners.items():
-            self._send(Kind.IDLE, owner, address, number)
+            self._send(SignalKind.IDLE, owner, address, number)
 
     def ask_time(self) -> None:
         """Asks rank 0 what time it is."""
         if self._first is not None:
-            self._send(Kind.ASK, 0, self._first, sent_s=time.perf_counter())
+            self._send(SignalKind.ASK, 0, self._first, sent_s=time.perf_counter())
 
     def offset_s(self) -> Seconds | None:
-        """What to add to the time here for that on rank 0, as good as half the fastest round trip; None if unknown."""
+        """Returns what to add to the time here to get that on rank 0; None if it is unknown.
+
+        It is as good as half the fastest round trip.
+        """
         if self._first is None:
             return 0.0
         answers = list(self._answers)
@@ -102,7 +119,7 @@ class IdleSignals:
 
     def _send(
         self,
-        kind: Kind,
+        kind: SignalKind,
         to: int,
         address: tuple[str, int],
         number: int = 0,
@@ -132,11 +149,11 @@ class IdleSignals:
         token, kind, rank, number, sent_s, there_s = _MESSAGE.unpack(message)
         if rank >= self._world_size or not hmac.compare_digest(token, self._token(rank, self._rank)):
             return
-        if kind == Kind.IDLE and rank in self._hosts:
+        if kind == SignalKind.IDLE and rank in self._holders:
             self._on_idle(rank, number)
-        elif kind == Kind.ASK:
-            self._send(Kind.ANSWER, rank, sender, sent_s=sent_s, now_s=now_s)
-        elif kind == Kind.ANSWER and rank == 0:
+        elif kind == SignalKind.ASK:
+            self._send(SignalKind.ANSWER, rank, sender, sent_s=sent_s, now_s=now_s)
+        elif kind == SignalKind.ANSWER and rank == 0:
             self._answers.append((now_s - sent_s, there_s - (sent_s + now_s) / 2, now_s))
 
     def _token(self, speaker: int, hearer: int) -> bytes:

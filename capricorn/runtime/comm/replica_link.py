@@ -1,7 +1,7 @@
-"""The owner's end of replication over TCP: a link to each host, to send replicas and to fetch them back.
+"""The owner's end of replication over TCP: a link to each holder, to send replicas and to fetch them back.
 
 Pieces go from the mapped slot of the owner, or from buffers of its live state, straight into the mapped slot of the
-host; a replica counts when the host has verified and acknowledged it. Knows no tensor and no training.
+holder; a replica counts when the holder has verified and acknowledged it. Knows no tensor and no training.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from capricorn.runtime.comm.wire import (
     FRAME_BYTES,
     LOW_CLASS_TOS,
     Frame,
-    Kind,
+    FrameKind,
     receive,
     receive_block,
     send,
@@ -33,27 +33,27 @@ from capricorn.units import Bytes, Seconds
 
 
 class Source(Protocol):
-    """What a replica is sent from: a slot, or the live state."""
+    """The memory that a replica is sent from: a slot, or the live state."""
 
     layout: Layout
 
-    def part(self, start: int, stop: int) -> memoryview:
-        """Those bytes of the shard, which lie in one block."""
+    def view(self, start: int, stop: int) -> memoryview:
+        """Returns these bytes of the shard, which lie in one block."""
         ...
 
-    def check(self, index: int) -> int:
-        """Checksum of that block."""
+    def checksum(self, index: int) -> int:
+        """Returns the checksum of a block."""
         ...
 
 
 class ReplicaLink:
-    """The owner's end: sends its state to one host, and fetches it back. Used by one thread at a time."""
+    """Sends the state of an owner to one holder, and fetches it back. Used by one thread at a time."""
 
     def __init__(
         self,
         me: Identity,
         owner: int,
-        host: int,
+        holder: int,
         address: tuple[str, int],
         *,
         timeout_s: Seconds,
@@ -61,8 +61,19 @@ class ReplicaLink:
         send_buffer_bytes: Bytes,
         route: PacedRoute | None = None,
     ) -> None:
-        """`route` is the way to the host over modelled links, if they are modelled."""
-        self.host, self._route = host, route
+        """Describes the link; `connect` opens it.
+
+        Args:
+            me: run, attempt and secret of this rank.
+            owner: this rank.
+            holder: the rank at the other end.
+            address: where the holder's replica server listens.
+            timeout_s: deadline of each wait for the holder.
+            low_class: whether packets are marked with the low traffic class.
+            send_buffer_bytes: size of the socket's send buffer.
+            route: the way to the holder over modelled links, if they are modelled.
+        """
+        self.holder, self._route = holder, route
         self.sent_bytes: Bytes = 0
         self._me, self._owner, self._address = me, owner, address
         self._timeout_s, self._low_class, self._send_buffer_bytes = timeout_s, low_class, send_buffer_bytes
@@ -70,32 +81,45 @@ class ReplicaLink:
         self._manifest = b"{}"
 
     def connect(self, manifest: str) -> None:
-        """Opens the link and gives the host the layout of what will come.
+        """Opens the link and gives the holder the layout of what will come.
 
         Raises:
-            TransportError: the host cannot be reached or refuses us.
+            TransportError: the holder cannot be reached or refuses us.
         """
         self._manifest = manifest.encode()
         self._open()
 
     def begin(self, iteration: int, keep: int) -> None:
-        """Starts a replica of `iteration`; the host keeps `keep`. Opens the link again if it had broken."""
+        """Starts a replica of `iteration`; the holder keeps `keep`. Opens the link again if it had broken.
+
+        Raises:
+            TransportError: the holder cannot be reached or refuses us.
+        """
         if self._sock is None:
             self._open()
-        self._send(Frame(Kind.BEGIN, iteration, size=keep))
+        self._send(Frame(FrameKind.BEGIN, iteration, size=keep))
 
     def send_range(self, iteration: int, source: Source, start: int, stop: int) -> None:
-        """Sends that range of a shard, which follows the one before; returns when the kernel has taken it.
+        """Sends a range of a shard; returns when the kernel has taken it, which is not yet delivery.
 
-        That is not yet delivery. The header of a block goes in front of its first byte.
+        The ranges of a replica follow each other. The header of a block goes in front of its first byte.
+
+        Args:
+            iteration: of the replica.
+            source: the memory it is sent from.
+            start: first byte of the range.
+            stop: the byte after the last one.
+
+        Raises:
+            TransportError: the link broke or the deadline passed.
         """
         size = source.layout.block_bytes
         with self._blame() as sock:
             for index in range(start // size, -(-stop // size)):
                 block = source.layout.block(index)
-                payload = source.part(max(start, block.start), min(stop, block.stop))
+                payload = source.view(max(start, block.start), min(stop, block.stop))
                 if start <= block.start:
-                    frame = Frame(Kind.BLOCK, iteration, index, block.stop - block.start, source.check(index))
+                    frame = Frame(FrameKind.BLOCK, iteration, index, block.stop - block.start, source.checksum(index))
                     send_block(sock, frame, payload, self._route, low=self._low_class)
                 else:
                     send_payload(sock, payload, self._route, low=self._low_class)
@@ -103,7 +127,7 @@ class ReplicaLink:
 
     @property
     def in_flight_bytes(self) -> Bytes:
-        """What the kernel has taken and the host has not acknowledged."""
+        """Bytes that the kernel has taken and the holder has not acknowledged."""
         sock = self._sock
         if sock is None:
             return 0
@@ -112,26 +136,26 @@ class ReplicaLink:
         return 0
 
     def commit(self, iteration: int) -> None:
-        """Returns when the host has verified and committed the replica.
+        """Returns when the holder has verified and committed the replica.
 
         Raises:
             TransportError: it did not, or not before the deadline.
         """
-        self._send(Frame(Kind.COMMIT, iteration))
+        self._send(Frame(FrameKind.COMMIT, iteration))
         answer = self._receive()
-        if answer.kind is not Kind.DONE or answer.iteration != iteration:
-            raise TransportError(f"rank {self.host} refused the replica of iteration {iteration}: it arrived damaged")
+        if answer.kind is not FrameKind.DONE or answer.iteration != iteration:
+            raise TransportError(f"rank {self.holder} refused the replica of iteration {iteration}: it arrived damaged")
 
     def fetch(self, iteration: int, slot: Slot) -> None:
-        """Receives the host's copy into a begun slot and commits it.
+        """Receives the holder's copy into a begun slot and commits it.
 
         Raises:
-            TransportError: the host has no such copy, or it arrived damaged.
+            TransportError: the holder has no such copy, or it arrived damaged.
         """
-        self._send(Frame(Kind.FETCH, iteration))
+        self._send(Frame(FrameKind.FETCH, iteration))
         with self._blame() as sock:
             if not receive_copy(sock, iteration, slot):
-                raise TransportError(f"the copy of iteration {iteration} on rank {self.host} is damaged")
+                raise TransportError(f"the copy of iteration {iteration} on rank {self.holder} is damaged")
         slot.commit()
 
     def close(self) -> None:
@@ -151,13 +175,13 @@ class ReplicaLink:
                 sock.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, LOW_CLASS_TOS)
             set_deadline(sock, HANDSHAKE_TIMEOUT_S)
             sock.connect(self._address)
-            greet(sock, self._me, self._owner, self.host)
+            greet(sock, self._me, self._owner, self.holder)
             set_deadline(sock, self._timeout_s)
-            send(sock, Frame(Kind.MANIFEST, size=len(self._manifest)).pack(), self._manifest)
+            send(sock, Frame(FrameKind.MANIFEST, size=len(self._manifest)).pack(), self._manifest)
         except (OSError, TransportError) as error:
             sock.close()
             where = "{}:{}".format(*self._address)
-            raise TransportError(f"rank {self._owner} cannot link to rank {self.host} at {where}: {error}") from None
+            raise TransportError(f"rank {self._owner} cannot link to rank {self.holder} at {where}: {error}") from None
         self._sock = sock
 
     def _send(self, frame: Frame) -> None:
@@ -170,18 +194,25 @@ class ReplicaLink:
 
     @contextlib.contextmanager
     def _blame(self) -> Iterator[socket.socket]:
-        """The open link; what goes wrong with it is told with the rank waited for, and ends it."""
+        """Yields the open link; an error on it names the rank waited for, and ends the link."""
         try:
             if (sock := self._sock) is None:  # also when another thread has just closed it
                 raise TransportError("the link is down")
             yield sock
         except TransportError as error:
             self.close()
-            raise TransportError(f"rank {self._owner}, replica on rank {self.host}: {error}") from None
+            raise TransportError(f"rank {self._owner}, replica on rank {self.holder}: {error}") from None
 
 
 def send_block(sock: socket.socket, frame: Frame, payload: memoryview, route: PacedRoute | None, *, low: bool) -> None:
     """Sends a frame and its payload, or the first part of it, through the modelled links if there are any.
+
+    Args:
+        sock: the connection.
+        frame: says what follows.
+        payload: the bytes that follow.
+        route: the way over modelled links, None if they are not modelled.
+        low: whether the bytes travel in the low traffic class of a modelled link.
 
     Raises:
         TransportError: the connection ended or the deadline passed first.
@@ -194,13 +225,23 @@ def send_block(sock: socket.socket, frame: Frame, payload: memoryview, route: Pa
 
 
 def send_payload(sock: socket.socket, payload: memoryview, route: PacedRoute | None, *, low: bool) -> None:
-    """Sends bytes of a payload, as `send_block` does."""
+    """Sends bytes of a payload, through the modelled links if there are any.
+
+    Args:
+        sock: the connection.
+        payload: the bytes.
+        route: the way over modelled links, None if they are not modelled.
+        low: whether the bytes travel in the low traffic class of a modelled link.
+
+    Raises:
+        TransportError: the connection ended or the deadline passed first.
+    """
     for piece in (payload,) if route is None else route.pieces(payload, low=low):
         send(sock, piece)
 
 
 def receive_copy(sock: socket.socket, iteration: int, slot: Slot) -> bool:
-    """Receives blocks into a slot until COMMIT; whether all of them came and match their checksums.
+    """Receives blocks into a slot until COMMIT; returns whether all of them came and match their checksums.
 
     Raises:
         TransportError: the connection ended, or a frame does not fit the slot.
@@ -209,13 +250,18 @@ def receive_copy(sock: socket.socket, iteration: int, slot: Slot) -> bool:
     intact = True
     while True:
         frame = Frame.unpack(receive(sock, FRAME_BYTES))
-        if frame.kind is Kind.FAILED:
+        if frame.kind is FrameKind.FAILED:
             return False
-        if frame.kind is Kind.COMMIT and frame.iteration == iteration:
+        if frame.kind is FrameKind.COMMIT and frame.iteration == iteration:
             return intact and not missing
         place = slot.payload[slot.layout.block(frame.index)] if frame.index < slot.layout.num_blocks else None
-        if frame.kind is not Kind.BLOCK or frame.iteration != iteration or place is None or len(place) != frame.size:
+        if (
+            frame.kind is not FrameKind.BLOCK
+            or frame.iteration != iteration
+            or place is None
+            or len(place) != frame.size
+        ):
             raise TransportError(f"a frame {frame.kind.name} of {frame.size} bytes does not belong here")
-        intact = receive_block(sock, place) == frame.check and intact
-        slot.table[frame.index] = frame.check
+        intact = receive_block(sock, place) == frame.checksum and intact
+        slot.table[frame.index] = frame.checksum
         missing.discard(frame.index)

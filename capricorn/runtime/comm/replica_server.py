@@ -1,4 +1,4 @@
-"""The host's end of replication: accepts the owners whose replicas this node keeps, and receives into the store.
+"""The holder's end of replication: accepts the owners whose replicas this node keeps, and receives into the store.
 
 Its threads only wait in system calls and checksum. Knows no tensor and no training.
 """
@@ -15,13 +15,13 @@ from typing import Final, NamedTuple
 
 from capricorn.errors import CapricornError, TransportError
 from capricorn.runtime.comm.handshake import HANDSHAKE_TIMEOUT_S, Identity, welcome
-from capricorn.runtime.comm.idle_priority import give_way
+from capricorn.runtime.comm.idle_priority import use_idle_priority
 from capricorn.runtime.comm.replica_link import receive_copy, send_block
 from capricorn.runtime.comm.wire import (
     FRAME_BYTES,
     MANIFEST_LIMIT,
     Frame,
-    Kind,
+    FrameKind,
     receive,
     receive_text,
     send,
@@ -34,21 +34,21 @@ from capricorn.runtime.store.slot import Layout
 from capricorn.systems.interface import PacedRoute
 from capricorn.units import Seconds
 
-MAX_STRANGERS: Final = 64
-"""Connections at once that have not proved yet who they are; the oldest goes first, since an owner needs no time."""
+MAX_UNAUTHENTICATED: Final = 64
+"""Unauthenticated connections at once; the oldest is dropped first, since an owner proves itself at once."""
 BREATH_S: Final[Seconds] = 0.02
-"""Between two attempts to accept while this process has no descriptor left."""
+"""Time between two attempts to accept while this process has no descriptor left."""
 
 
 class _Served(NamedTuple):
-    """The connection of an owner; the numbers say which came later."""
+    """The connection of an owner; the higher of two numbers came later."""
 
     number: int
     sock: socket.socket
     thread: threading.Thread
 
 
-class ReplicaHost:
+class ReplicaServer:
     """Listens on this node's own interface; one thread accepts and one serves each connection."""
 
     def __init__(
@@ -59,12 +59,22 @@ class ReplicaHost:
         store: NodeStore,
         *,
         timeout_s: Seconds,
-        gives_way: bool,
+        idle_priority: bool,
         routes: Mapping[int, PacedRoute] | None = None,
     ) -> None:
-        """`routes` by owner: the way there over modelled links, for copies that go back."""
+        """Opens the listening socket; nobody is accepted before `start`.
+
+        Args:
+            me: run, attempt and secret of this rank.
+            rank: this rank.
+            address: of this node's own interface.
+            store: receives the replicas.
+            timeout_s: deadline of each wait within a replica.
+            idle_priority: whether the receiving threads run at SCHED_IDLE.
+            routes: by owner, the way there over modelled links, for copies that are fetched back.
+        """
         self._me, self._rank, self._store, self._timeout_s = me, rank, store, timeout_s
-        self._gives_way, self._routes = gives_way, routes or {}
+        self._has_idle_priority, self._routes = idle_priority, routes or {}
         self._layouts: dict[int, Layout] = {}
         self._served: dict[int, _Served] = {}
         self._turns: dict[int, threading.Lock] = {}
@@ -77,11 +87,11 @@ class ReplicaHost:
 
     @property
     def address(self) -> tuple[str, int]:
-        host, port = self._listener.getsockname()[:2]
-        return str(host), int(port)
+        hostname, port = self._listener.getsockname()[:2]
+        return str(hostname), int(port)
 
     def start(self, layouts: dict[int, Layout]) -> None:
-        """Begins to accept the owners with these layouts, whose slots the store hosts already."""
+        """Begins to accept the owners with these layouts, whose slots are open in the store already."""
         self._layouts = layouts
         self._turns = {owner: threading.Lock() for owner in layouts}
         self._acceptor.start()
@@ -103,16 +113,16 @@ class ReplicaHost:
         while not self._closing.is_set():
             try:
                 sock, _ = self._listener.accept()
-            except OSError:  # closed, or a stranger that went away, or no descriptor is left
-                self._drop_strangers(at_most=MAX_STRANGERS // 2)
+            except OSError:  # closed, or a connection that went away, or no descriptor is left
+                self._drop_unauthenticated(at_most=MAX_UNAUTHENTICATED // 2)
                 self._closing.wait(BREATH_S)
             else:
                 self._admit(sock)
 
     def _admit(self, sock: socket.socket) -> None:
-        self._drop_strangers(at_most=MAX_STRANGERS - 1)
+        self._drop_unauthenticated(at_most=MAX_UNAUTHENTICATED - 1)
         arguments = (sock, next(self._numbers))
-        thread = threading.Thread(target=self._serve, args=arguments, name="capricorn-host", daemon=True)
+        thread = threading.Thread(target=self._serve, args=arguments, name="capricorn-serve", daemon=True)
         with self._lock:
             if self._closing.is_set():
                 sock.close()
@@ -124,16 +134,16 @@ class ReplicaHost:
                 return
             self._pending[sock] = thread
 
-    def _drop_strangers(self, at_most: int) -> None:
-        """Ends the oldest connections that have not proved who they are, until so many are left."""
+    def _drop_unauthenticated(self, at_most: int) -> None:
+        """Ends the oldest unauthenticated connections until at most so many are left."""
         with self._lock:
             for sock in list(self._pending)[: max(0, len(self._pending) - at_most)]:
                 wake(sock)
                 del self._pending[sock]
 
     def _serve(self, sock: socket.socket, number: int) -> None:
-        if self._gives_way:
-            give_way()
+        if self._has_idle_priority:
+            use_idle_priority()
         try:
             set_deadline(sock, HANDSHAKE_TIMEOUT_S)
             owner = welcome(sock, self._me, self._rank, self._layouts)
@@ -142,7 +152,7 @@ class ReplicaHost:
                 layout, route = self._layouts[owner], self._routes.get(owner)
                 _Session(sock, self._store, owner, layout, self._me.attempt, route).run()
         except (CapricornError, OSError):
-            # The owner sees its link end, counts the save as failed and says so; a stranger just ends.
+            # The owner sees its link end, counts the save as failed and says so; an unauthenticated one just ends.
             return
         finally:
             shut(sock)
@@ -169,7 +179,7 @@ class ReplicaHost:
 
 
 class _Session:
-    """What one owner says on one connection, acted upon."""
+    """One connection of one owner, whose messages are acted upon."""
 
     def __init__(
         self,
@@ -180,6 +190,16 @@ class _Session:
         attempt: int,
         route: PacedRoute | None,
     ) -> None:
+        """Takes over an authenticated connection.
+
+        Args:
+            sock: the connection.
+            store: of this node.
+            owner: who connected.
+            layout: of the owner's state.
+            attempt: counts the starts of the job.
+            route: the way back over modelled links, None if they are not modelled.
+        """
         self._sock, self._store, self._owner, self._layout = sock, store, owner, layout
         self._attempt, self._route = attempt, route
 
@@ -189,10 +209,10 @@ class _Session:
         Raises:
             TransportError: the connection ended, or something came that makes no sense.
         """
-        actions: dict[Kind, Callable[[Frame], None]] = {
-            Kind.MANIFEST: self._manifest,
-            Kind.BEGIN: self._receive_replica,
-            Kind.FETCH: self._send_copy,
+        actions: dict[FrameKind, Callable[[Frame], None]] = {
+            FrameKind.MANIFEST: self._manifest,
+            FrameKind.BEGIN: self._receive_replica,
+            FrameKind.FETCH: self._send_copy,
         }
         while True:
             frame = self._next()
@@ -232,15 +252,15 @@ class _Session:
             self._store.commit(slot)
         else:
             self._store.abort(slot)
-        send(self._sock, Frame(Kind.DONE if intact else Kind.FAILED, frame.iteration).pack())
+        send(self._sock, Frame(FrameKind.DONE if intact else FrameKind.FAILED, frame.iteration).pack())
 
     def _send_copy(self, frame: Frame) -> None:
         slot = self._store.read(self._owner, frame.iteration)
         if slot is None:
-            send(self._sock, Frame(Kind.FAILED, frame.iteration).pack())
+            send(self._sock, Frame(FrameKind.FAILED, frame.iteration).pack())
             return
         for index in range(self._layout.num_blocks):
             payload = slot.payload[self._layout.block(index)]
-            block = Frame(Kind.BLOCK, frame.iteration, index, len(payload), slot.table[index])
+            block = Frame(FrameKind.BLOCK, frame.iteration, index, len(payload), slot.table[index])
             send_block(self._sock, block, payload, self._route, low=False)
-        send(self._sock, Frame(Kind.COMMIT, frame.iteration).pack())
+        send(self._sock, Frame(FrameKind.COMMIT, frame.iteration).pack())

@@ -1,4 +1,4 @@
-"""What travels between nodes: fixed-size frames, some followed by one block of payload.
+"""Frames of a fixed size that travel between nodes, some followed by one block of payload.
 
 Nothing is unpickled and no size is believed before it is checked. Knows sockets, but no store and no torch.
 """
@@ -24,14 +24,14 @@ LOW_CLASS_TOS: Final = 0x20
 """DSCP CS1, the scavenger class. Source: RFC 3662, RFC 8622."""
 MANIFEST_LIMIT: Final = 64 << 20
 PIECE_BYTES: Final = 256 << 10
-"""What is received and hashed at a time; fits the second-level cache of a core."""
+"""Bytes received and hashed at a time; they fit the second-level cache of a core."""
 _FRAME = struct.Struct("<HIQQQ")
 _CHECK = struct.Struct("<Q")
 FRAME_BYTES: Final = _FRAME.size + _CHECK.size
 
 
-class Kind(IntEnum):
-    """What a frame says."""
+class FrameKind(IntEnum):
+    """The kind of a frame, which says what its fields mean."""
 
     MANIFEST = 1  # size: bytes of JSON that follow
     BEGIN = 2  # iteration; size: newest complete iteration, to be kept
@@ -46,19 +46,19 @@ class Kind(IntEnum):
 class Frame:
     """One message; what its numbers mean is said at its kind."""
 
-    kind: Kind
+    kind: FrameKind
     iteration: int = 0
     index: int = 0
     size: Bytes = 0
-    check: int = 0
+    checksum: int = 0
 
     def pack(self) -> bytes:
-        fields = _FRAME.pack(self.kind, self.index, self.iteration, self.size, self.check)
+        fields = _FRAME.pack(self.kind, self.index, self.iteration, self.size, self.checksum)
         return fields + _CHECK.pack(checksum(fields))
 
     @classmethod
     def unpack(cls, data: bytes) -> Frame:
-        """The frame in these bytes.
+        """Returns the frame in these bytes.
 
         Raises:
             TransportError: they are none, or were damaged on the way.
@@ -68,7 +68,7 @@ class Frame:
             raise TransportError("a frame arrived damaged; the connection is given up")
         kind, index, iteration, size, check = _FRAME.unpack(fields)
         try:
-            return cls(Kind(kind), iteration, index, size, check)
+            return cls(FrameKind(kind), iteration, index, size, check)
         except ValueError:
             raise TransportError(f"a frame of unknown kind {kind} arrived; the connection is given up") from None
 
@@ -83,7 +83,7 @@ def set_deadline(sock: socket.socket, timeout_s: Seconds) -> None:
 
 
 def receive(sock: socket.socket, num_bytes: int, *, until_s: Seconds = math.inf) -> bytes:
-    """Exactly that many bytes.
+    """Returns exactly so many bytes.
 
     Raises:
         TransportError: the connection ended or the deadline passed first.
@@ -94,7 +94,7 @@ def receive(sock: socket.socket, num_bytes: int, *, until_s: Seconds = math.inf)
 
 
 def receive_text(sock: socket.socket, num_bytes: int) -> str:
-    """That many bytes of UTF-8; takes no more memory than what has come, whatever size was claimed.
+    """Returns so many bytes of UTF-8 as text; takes no more memory than what has come, whatever size was claimed.
 
     Raises:
         TransportError: it is no such text, the connection ended or the deadline passed first.
@@ -107,7 +107,7 @@ def receive_text(sock: socket.socket, num_bytes: int) -> str:
 
 
 def receive_block(sock: socket.socket, place: memoryview) -> int:
-    """Fills `place` and yields its checksum, taken piece by piece while each is still in the cache.
+    """Fills `place` and returns its checksum, taken piece by piece while each is still in the cache.
 
     Raises:
         TransportError: the connection ended or the deadline passed first.
@@ -162,7 +162,7 @@ def send(sock: socket.socket, *parts: bytes | memoryview) -> None:
 
 
 def wake(sock: socket.socket) -> None:
-    """Ends a connection, or listening, so that a thread that is blocked in a call on it goes on; it is to close it."""
+    """Ends a connection, or listening, so that a thread blocked in a call on it goes on; that thread closes it."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
 

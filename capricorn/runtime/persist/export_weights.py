@@ -1,4 +1,4 @@
-"""The weights of a checkpoint on disk as one safetensors file, under their global names. Knows no training."""
+"""The weights of a persisted checkpoint as one safetensors file, under their global names. Knows no training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def weights_of(folder: Path, dtype: str | None) -> bytes:
-    """The content of the file; nothing but parameters, each once, and in its metadata the further names of tied ones.
+    """Returns the content of the file: every parameter once, and in its metadata the further names of tied ones.
 
     Floating-point values are rounded to the nearest of that type, ties to even.
 

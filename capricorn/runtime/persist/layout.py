@@ -26,28 +26,28 @@ METADATA: Final = ".metadata"
 """The library's own table of contents, which we write for its readers and never read."""
 FORMAT: Final = 1
 VALUE: Final = "value/"
-"""Before the names of small values, which every rank has; in a checkpoint they lie under `rank<r>/value/`."""
+"""Prefix of the names of small values, which every rank has; in a checkpoint they lie under `rank<r>/value/`."""
 _PREFIX, _TEMPORARY, _REMOVED = "iteration-", ".tmp-", ".removed-"
 _NAME = re.compile(_PREFIX + r"\d{8,}")
 
 
 class Stored(FrozenModel):
-    """One tensor: what it is, and the stretch of a file that holds it."""
+    """A persisted tensor: what it is, and the stretch of a file that holds it."""
 
     dtype: str = Field(pattern=r"^(bool|u?int\d+|b?float\d+\w*|complex\d+)$")
     shape: tuple[int, ...]
     owner: int
     xxh3: str
-    """Of its bytes."""
+    """Checksum of its bytes."""
     file: str = Field(pattern=r"^__\d+_0\.distcp$")
     offset: Bytes
     num_bytes: Bytes
     stretch_xxh3: str
-    """Of the stretch, which is the tensor in the library's packing."""
+    """Checksum of the stretch, which is the tensor in the library's packing."""
 
 
-class Part(FrozenModel):
-    """What the writer of one rank has put into a checkpoint; or why it could not."""
+class RankPart(FrozenModel):
+    """The part that the writer of one rank has put into a checkpoint; or why it could not."""
 
     failure: str = ""
     tensors: Mapping[str, Stored] = {}
@@ -66,7 +66,7 @@ class Manifest(FrozenModel):
     num_nodes: int
     ranks_per_node: int
     model: str
-    """Its name, if known."""
+    """Name of the model, if known."""
     tensors: Mapping[str, Stored]
     """By key; keys are global, and each tensor is whole."""
     aliases: Mapping[str, str]
@@ -75,16 +75,16 @@ class Manifest(FrozenModel):
     """Size of each file but this one."""
     metadata_xxh3: str
     seal: str = ""
-    """Of all of the above."""
+    """Checksum of all of the above."""
 
     def write(self, folder: Path) -> None:
-        """Puts it into the folder, and returns when it is on the medium."""
+        """Puts the manifest into the folder, and returns when it is on the medium."""
         whole = self.model_copy(update={"seal": hash_of(self._unsealed())})
         write_durably(folder / MANIFEST, whole.model_dump_json().encode())
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """That of a checkpoint.
+        """Returns the manifest of a checkpoint.
 
         Raises:
             StoreError: it is not there, is damaged, or is of another format.
@@ -109,55 +109,57 @@ class Manifest(FrozenModel):
 
 
 def folder_of(root: Path, iteration: int) -> Path:
+    """Returns the folder of a checkpoint that is complete."""
     return root / f"{_PREFIX}{iteration:08}"
 
 
 def temporary_of(root: Path, iteration: int, attempt: int) -> Path:
-    """Where that checkpoint is while it is written."""
+    """Returns the folder of a checkpoint while it is written."""
     return root / f"{_TEMPORARY}{_PREFIX}{iteration:08}-{attempt}"
 
 
 def given_up_of(folder: Path) -> Path:
-    """What lies beside it once rank 0 has given it up: others may be late, and make the folder again."""
+    """Returns the mark beside a folder that rank 0 has given up: others may be late, and make the folder again."""
     return folder.with_name(f"{folder.name}-given-up")
 
 
 def iterations_in(root: Path) -> list[int]:
-    """Of all checkpoints that once were complete, ascending."""
+    """Returns the iterations of all checkpoints that once were complete, ascending."""
     return sorted(iteration_of(path) for path in _listed(root) if is_checkpoint(path))
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether that is the folder of one."""
+    """Tells whether a path is the folder of a checkpoint."""
     return _NAME.fullmatch(path.name) is not None and path.is_dir()
 
 
 def iteration_of(folder: Path) -> int:
-    """Of the folder of a checkpoint, by its name."""
+    """Returns the iteration of a checkpoint, by the name of its folder."""
     return int(folder.name.removeprefix(_PREFIX))
 
 
-def is_tier(path: Path) -> bool:
-    """Whether that is a folder of checkpoints, or of one that was never completed."""
+def is_persistent_tier(path: Path) -> bool:
+    """Tells whether a folder holds checkpoints, or one that was never completed."""
     return bool(iterations_in(path)) or any(each.name.startswith(_TEMPORARY) for each in _listed(path))
 
 
 def rank_file(rank: int) -> str:
-    """As the library names it."""
+    """Returns the file of a rank's tensors, as the library names it."""
     return f"__{rank}_0.distcp"
 
 
 def part_file(rank: int) -> str:
+    """Returns the file by which a rank hands in its part."""
     return f"part-{rank}.json"
 
 
 def key_of(key: str, rank: int) -> str:
-    """Under which name a tensor of that rank's state lies in a checkpoint."""
+    """Returns the name under which a tensor of that rank's state lies in a checkpoint."""
     return f"rank{rank}/{key}" if key.startswith(VALUE) else key
 
 
 def remove(folder: Path) -> None:
-    """Takes its name at once, so that a death halfway leaves nothing that looks whole; then what is in it."""
+    """Removes a folder; renames it first, so that a death halfway leaves nothing that looks whole."""
     gone = folder.with_name(_REMOVED + folder.name.removeprefix("."))
     shutil.rmtree(gone, ignore_errors=True)
     # If it cannot be moved, whoever needs its name will fail and say so.
@@ -196,7 +198,7 @@ def _listed(root: Path) -> list[Path]:
 
 @contextmanager
 def mapped(path: Path) -> Iterator[memoryview]:
-    """The bytes of a file, read when they are looked at."""
+    """Yields the bytes of a file, which are read when they are looked at."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if not size:
@@ -207,12 +209,12 @@ def mapped(path: Path) -> Iterator[memoryview]:
 
 
 def hash_of(data: memoryview | bytes) -> str:
-    """xxh3-64 as it is written in a manifest."""
+    """Returns the xxh3-64 as it is written in a manifest."""
     return f"{checksum(data):016x}"
 
 
 def damage_of(folder: Path, manifest: Manifest, keys: Mapping[str, Stored]) -> dict[str, str]:
-    """By key what is wrong with those tensors, in words; nothing is parsed."""
+    """Returns, by key, what is wrong with those tensors, in words; nothing is parsed."""
     damage: dict[str, str] = {}
     by_file: dict[str, list[str]] = {}
     for key, stored in keys.items():
@@ -223,7 +225,7 @@ def damage_of(folder: Path, manifest: Manifest, keys: Mapping[str, Stored]) -> d
 
 
 def metadata_damage(folder: Path, manifest: Manifest) -> str:
-    """What is wrong with the library's table of contents, in words."""
+    """Returns what is wrong with the library's table of contents, in words; empty if nothing is."""
     try:
         with mapped(folder / METADATA) as data:
             return "" if hash_of(data) == manifest.metadata_xxh3 else f"{METADATA} does not match its checksum"
@@ -250,7 +252,7 @@ def _stretch(data: memoryview, stored: Stored) -> memoryview:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Returns when a new file with that content is on the medium."""
+    """Writes a new file; returns when its content is on the medium."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()

@@ -1,7 +1,7 @@
 """Loads a checkpoint of the persistent tier into a slot, on any number of ranks, and verifies every tensor of it.
 
-What DCP's reader is given is our manifest, so nothing is unpickled; and no stretch of a file is parsed before its
-checksum was compared. Knows no live state.
+DCP's reader is given our manifest, so nothing is unpickled; and no stretch of a file is parsed before its checksum was
+compared. Knows no live state.
 """
 
 from __future__ import annotations
@@ -26,34 +26,40 @@ from torch.distributed.checkpoint.metadata import (
 
 from capricorn.errors import ConfigError, StoreError
 from capricorn.runtime.persist.layout import VALUE, Manifest, Stored, damage_of, hash_of, key_of
-from capricorn.runtime.save.flat_state import Entry, flat_bytes
+from capricorn.runtime.save.flat_state import StateEntry, flat_bytes
 from capricorn.runtime.save.staging import payload_of
 from capricorn.runtime.store.slot import Slot, checksum
 
 FLAT: Final = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
-"""For the library's planners: our tensors are named and whole already."""
+"""Settings of the library's planners: our tensors are named and whole already."""
 STEP: Final = "step/"
 _STACK = re.compile(r"(step/.*\.experts\.)\d+(\..*)@(\d+)-(\d+)")
 """The count of updates of a stack of experts: `step/layers.0.moe.experts.4.w1@4-7`."""
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
+    """Returns the memory of a contiguous tensor on the CPU."""
     return flat_bytes(tensor).numpy().data
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which tensors of a checkpoint make up the state of a rank."""
+    """The tensors of a checkpoint that make up the state of a rank."""
 
     sources: dict[str, str] = field(default_factory=dict)
-    """By key of the state: under which it lies there."""
-    derived: dict[str, Entry] = field(default_factory=dict)
+    """By key of the state: the key in the checkpoint."""
+    derived: dict[str, StateEntry] = field(default_factory=dict)
     """Small values that depend on the number of ranks, which is another now."""
 
 
-def select(entries: Sequence[Entry], manifest: Manifest, rank: int, world_size: int) -> Selection:
-    """What that rank takes.
+def select(entries: Sequence[StateEntry], manifest: Manifest, rank: int, world_size: int) -> Selection:
+    """Returns the tensors that a rank takes.
+
+    Args:
+        entries: of the rank's state.
+        manifest: of the checkpoint.
+        rank: that takes them.
+        world_size: number of ranks of now.
 
     Raises:
         ConfigError: the checkpoint is of another model, or cannot be spread over that many ranks.
@@ -81,12 +87,12 @@ def select(entries: Sequence[Entry], manifest: Manifest, rank: int, world_size: 
 
 
 def num_lasting(keys: Iterable[str]) -> int:
-    """How many of these are tensors that do not depend on the number of ranks."""
+    """Returns how many of these are tensors that do not depend on the number of ranks."""
     return sum(not key.startswith((STEP, VALUE)) and f"/{VALUE}" not in key for key in keys)
 
 
 def _stacks(manifest: Manifest) -> dict[tuple[str, str], list[tuple[int, int, str]]]:
-    """By layer and matrix: the first and last expert of each stack, and its key."""
+    """Returns, by layer and matrix, the first and last expert of each stack, and its key."""
     stacks: dict[tuple[str, str], list[tuple[int, int, str]]] = {}
     for key in manifest.tensors:
         if match := _STACK.fullmatch(key):
@@ -95,7 +101,7 @@ def _stacks(manifest: Manifest) -> dict[tuple[str, str], list[tuple[int, int, st
 
 
 def _source(key: str, manifest: Manifest, stacks: Mapping[tuple[str, str], list[tuple[int, int, str]]]) -> str:
-    """The key itself; for a stack of experts that was cut otherwise, one that overlaps it.
+    """Returns the key itself; for a stack of experts that was cut otherwise, the key of one that overlaps it.
 
     All stacks that overlap must agree, as they do: all experts are updated in every iteration.
     """
@@ -107,9 +113,25 @@ def _source(key: str, manifest: Manifest, stacks: Mapping[tuple[str, str], list[
     return over[0] if agree else key
 
 
-def load_into(slot: Slot, entries: Sequence[Entry], selection: Selection, folder: Path, manifest: Manifest, rank: int,
-              world_size: int) -> None:  # fmt: skip
+def load_into(
+    slot: Slot,
+    entries: Sequence[StateEntry],
+    selection: Selection,
+    folder: Path,
+    manifest: Manifest,
+    rank: int,
+    world_size: int,
+) -> None:
     """Fills the payload and the table of a begun slot, and leaves it to be committed.
+
+    Args:
+        slot: begun for the iteration of the checkpoint.
+        entries: of the rank's state.
+        selection: which tensors it takes.
+        folder: of the checkpoint.
+        manifest: of the checkpoint.
+        rank: whose state it is.
+        world_size: number of ranks of now.
 
     Raises:
         StoreError: something that is needed is damaged.
@@ -126,7 +148,7 @@ def load_into(slot: Slot, entries: Sequence[Entry], selection: Selection, folder
 
 
 def read(folder: Path, manifest: Manifest, wanted: Mapping[str, Tensor]) -> None:
-    """Reads tensors, by their keys there, into these.
+    """Reads tensors, by their keys in the checkpoint, into these.
 
     Raises:
         StoreError: one is damaged.
@@ -155,7 +177,7 @@ def _refuse(damage: Mapping[str, str], folder: Path) -> None:
         raise StoreError(f"{folder.name}: {key} {what}{more}")
 
 
-def _place(payload_B: Tensor, entry: Entry) -> Tensor:
+def _place(payload_B: Tensor, entry: StateEntry) -> Tensor:
     part_B = payload_B[entry.offset : entry.offset + entry.num_bytes]
     return part_B.view(getattr(torch, entry.dtype)).view(entry.shape)
 
@@ -185,7 +207,7 @@ def _outline(stored: Stored) -> TensorStorageMetadata:
 
 
 def _position(saved: Tensor, manifest: Manifest, rank: int, world_size: int) -> Tensor:
-    """Batches that each rank has read, so that the next to be read is the first that nobody has read.
+    """Returns the number of batches that each rank has read, so that the next is the first that nobody has read.
 
     Raises:
         ConfigError: there is no such number.
@@ -200,7 +222,7 @@ def _position(saved: Tensor, manifest: Manifest, rank: int, world_size: int) -> 
 
 
 def _seed(saved: Tensor, manifest: Manifest, rank: int) -> int:
-    """Follows from the seed of the training (by the random state of rank 0), the iteration and the rank."""
+    """Returns a seed made of the random state of rank 0, and so of the training's seed, the iteration and the rank."""
     return checksum(bytes(bytes_of(saved)) + f"{manifest.iteration} {rank}".encode()) >> 1
 
 
@@ -218,7 +240,7 @@ DERIVED: Final[Mapping[str, tuple[str, Callable[[Tensor, Manifest, int, int], Te
     "rng": ("rng", _rng),
     "cuda_rng": ("rng", _cuda_rng),
 }
-"""By small value: of which one of rank 0 it is made on another number of ranks, and how."""
+"""By small value: which one of rank 0 it is made from on another number of ranks, and how."""
 
 
 def _derive(

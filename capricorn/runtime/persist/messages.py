@@ -1,4 +1,4 @@
-"""What the training thread and the writer process of the persistent tier say to each other, one line of JSON each."""
+"""The messages between the training thread and the writer process of the persistent tier, one line of JSON each."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from capricorn.config.fields import FrozenModel
 from capricorn.units import Bytes, Seconds
 
 
-class Work(FrozenModel):
-    """What a writer is started with: who it writes for, and where."""
+class WriterTask(FrozenModel):
+    """The task that a writer is started with: whose state it writes, and where."""
 
     run_id: str
     attempt: int
@@ -20,7 +20,7 @@ class Work(FrozenModel):
     root: Path
     """The folder of the persistent tier."""
     layout: Path
-    """The file that says what lies where in a slot."""
+    """The file with the layout of the state in a slot."""
     keep: int
     timeout_s: Seconds
     """How long it waits for the writers of other ranks."""
@@ -38,7 +38,7 @@ class Order(FrozenModel):
 
 
 class Answer(FrozenModel):
-    """One line from a writer: whether the checkpoint is complete on disk."""
+    """One line from a writer: whether the checkpoint is complete in the persistent tier."""
 
     iteration: int
     failure: str = ""

@@ -1,6 +1,25 @@
 """The training thread's side of the persistent tier: when a checkpoint is persisted, and what became of it.
 
-Decides alike on all ranks, never waits for a disk, and knows no file format: a process of its own writes.
+Decides alike on all ranks, never waits for a file system, and knows no file format: a process of its own writes.
+
+    state      what has happened                                              moved by                    collective
+    due        `every` iterations have passed since the last one; each rank   training thread             yes, a vote
+               says in a vote whether its writer is idle (`start_vote`)
+    skipped    the checkpoint became complete in memory on all ranks, but     training thread             no, decided
+               some writer was busy                                                                       alike
+    ordered    the same, but all writers are idle: its slot is pinned, and    training thread             no, decided
+               the writer has its order (`take`)                                                          alike
+    handed in  a rank's tensors, verified, and then its `part-<r>.json` lie   writer of that rank         no, by files
+               in the temporary folder
+    complete   all parts were there: metadata and manifest are written, and   writer of rank 0            no, by files
+               the folder has its name
+    given up   a part failed or is missing at the deadline: the folder is     writer of rank 0            no, by files
+               removed, a mark beside it tells late writers
+    answered   the training thread has read the writer's answer: the slot is  training thread, in the     no
+               unpinned, and the result counted                               next vote or in `finish`
+
+A writer that ends too early or answers too late is killed, and its order counts as failed; the next order starts a new
+one.
 """
 
 from __future__ import annotations
@@ -17,7 +36,7 @@ import torch.distributed as dist
 
 from capricorn.errors import StoreError
 from capricorn.runtime.persist.layout import remove, sweep, temporary_of
-from capricorn.runtime.persist.messages import Answer, Order, Work
+from capricorn.runtime.persist.messages import Answer, Order, WriterTask
 from capricorn.runtime.store.node_store import NodeStore
 from capricorn.runtime.store.slot import Slot
 from capricorn.sizing.memory import NUM_SLOTS
@@ -30,7 +49,7 @@ STOP_TIMEOUT_S: Seconds = 5.0
 class Persister:
     """Hands every `every`-th checkpoint to this rank's writer, once it is complete in memory on all ranks.
 
-    All ranks ask and take at the same moments. A checkpoint that comes due while some writer is busy is skipped.
+    All ranks vote and take at the same moments. A checkpoint that comes due while some writer is busy is skipped.
     """
 
     def __init__(self, job: JobContext, store: NodeStore, counters: Counters) -> None:
@@ -40,9 +59,9 @@ class Persister:
         self._last = 0
         """Newest iteration that was persisted or skipped."""
         self._vote: tuple[torch.Tensor, dist.Work | None] | None = None
-        self._are_all_free = False
+        self._are_all_idle = False
         self._slot: Slot | None = None
-        """What the writer is at, pinned."""
+        """The slot that the writer reads, pinned."""
         self._order: Order | None = None
         self._writer: _Writer | None = None
         if self._every and job.rank == 0 and job.persist_dir is not None:
@@ -52,7 +71,7 @@ class Persister:
         """Starts the writer, whose imports would hold up the first checkpoint by seconds."""
         if self._every:
             with contextlib.suppress(OSError):  # it is tried again, and told, with the first checkpoint
-                self._writer = _Writer(self._work())
+                self._writer = _Writer(self._task())
 
     @property
     def num_slots(self) -> int:
@@ -60,30 +79,30 @@ class Persister:
         return NUM_SLOTS + bool(self._every)
 
     def resume(self, newest: int) -> None:
-        """All ranks have agreed that this iteration is the newest one on disk, of those before the one restored."""
+        """Notes the newest persisted iteration up to the one restored, which all ranks have agreed on."""
         self._last = newest
 
-    def ask(self, iteration: int) -> None:
-        """Starts to find out whether all writers are free for that iteration, if it is due; collective."""
+    def start_vote(self, iteration: int) -> None:
+        """Starts a vote on whether all writers are idle, if that iteration is due; collective."""
         if self._is_due(iteration):
             self._poll()
-            free = torch.tensor(int(self._order is None))
-            self._vote = free, dist.all_reduce(free, dist.ReduceOp.MIN, group=self._job.control_group, async_op=True)
+            idle = torch.tensor(int(self._order is None))
+            self._vote = idle, dist.all_reduce(idle, dist.ReduceOp.MIN, group=self._job.control_group, async_op=True)
 
-    def learn(self) -> None:
-        """Takes the answer, if there is one to come."""
+    def poll_vote(self) -> None:
+        """Waits for the vote under way, if there is one, and keeps its result."""
         if self._vote is not None:
-            (free, work), self._vote = self._vote, None
+            (idle, work), self._vote = self._vote, None
             if work is not None:
                 work.wait()
-            self._are_all_free = bool(free)
+            self._are_all_idle = bool(idle)
 
     def take(self, iteration: int) -> None:
-        """That iteration has become complete in memory on all ranks."""
+        """Hands an iteration that has become complete in memory on all ranks to the writer, if it is due."""
         if not self._is_due(iteration):
             return
         self._last = iteration
-        if not self._are_all_free:
+        if not self._are_all_idle:
             self._counters.skipped_persists += 1
             return
         self._slot = slot = self._store.read(self._job.rank, iteration)
@@ -93,19 +112,19 @@ class Persister:
         try:
             if self._writer is None or not self._writer.is_alive:
                 self._end_writer()
-                self._writer = _Writer(self._work())
+                self._writer = _Writer(self._task())
             self._writer.send(self._order)
         except OSError as error:
             self._settle(f"the writer does not start: {error.strerror}")
 
     def finish(self, timeout_s: Seconds) -> None:
-        """Waits until what was handed to the writer is on disk or has failed."""
+        """Waits until what was handed to the writer is persisted or has failed."""
         if self._order is not None and self._writer is not None and not self._poll(timeout_s):
             self._end_writer()
             self._settle(f"not written within {format_seconds(timeout_s)}")
 
     def complaint(self) -> str:
-        """What has failed so far, in words."""
+        """Returns what has failed so far, in words; empty if nothing has."""
         counters = self._counters
         if not counters.failed_persists:
             return ""
@@ -124,7 +143,7 @@ class Persister:
         return bool(self._every) and iteration // self._every > self._last // self._every
 
     def _poll(self, timeout_s: Seconds = 0.0) -> bool:
-        """Takes what the writer has answered within that time; whether it has nothing to do any more."""
+        """Takes what the writer answers within that time; returns whether it is idle."""
         if self._order is not None and self._writer is not None:
             try:
                 answer = self._writer.take(timeout_s)
@@ -152,10 +171,10 @@ class Persister:
             self._store.unpin(self._slot)
         self._order = self._slot = None
 
-    def _work(self) -> Work:
+    def _task(self) -> WriterTask:
         job = self._job
         assert job.persist_dir is not None
-        return Work(
+        return WriterTask(
             run_id=job.run_id,
             attempt=job.attempt,
             rank=job.rank,
@@ -170,11 +189,11 @@ class Persister:
 
 
 class _Writer:
-    """The process, and the lines to and from it."""
+    """The writer process, and the lines to and from it."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, task: WriterTask) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "capricorn.runtime.persist.writer_process", work.model_dump_json()],
+            [sys.executable, "-m", "capricorn.runtime.persist.writer_process", task.model_dump_json()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
@@ -191,11 +210,11 @@ class _Writer:
         return self._process.poll() is None
 
     def send(self, order: Order) -> None:
-        """A line that fits the buffer of an empty pipe; raises OSError if the process has ended."""
+        """Sends a line that fits the buffer of an empty pipe; raises OSError if the process has ended."""
         os.write(self._orders, order.model_dump_json().encode() + b"\n")
 
     def take(self, timeout_s: Seconds) -> Answer | None:
-        """The next answer, None if it does not come within that time.
+        """Returns the next answer, None if it does not come within that time.
 
         Raises:
             StoreError: the process has ended.

@@ -1,4 +1,4 @@
-"""The slowest tier of recovery: all ranks agree on the newest whole checkpoint on disk, and load it into their slots.
+"""Restores from the persistent tier: all ranks agree on its newest whole checkpoint, and load it into their slots.
 
 Collective; nothing live is touched.
 """
@@ -13,37 +13,45 @@ from capricorn.errors import ConfigError, StoreError
 from capricorn.runtime.comm.collectives import gather_texts, maximum, total
 from capricorn.runtime.persist.layout import Manifest, folder_of, iterations_in
 from capricorn.runtime.persist.load import load_into, num_lasting, select
-from capricorn.runtime.save.flat_state import Entry
+from capricorn.runtime.save.flat_state import StateEntry
 from capricorn.runtime.store.node_store import NodeStore
 from capricorn.systems.interface import JobContext
 
 _TEXT_BYTES: Final = 1024
 _WHOLE, _UNFIT = "whole ", "unfit "
-"""What a rank says of a checkpoint begins with one of these; or it says how it is damaged."""
+"""The judgement of a rank on a checkpoint begins with one of these; otherwise it says how it is damaged."""
 
 
 class PersistentTier:
-    """The checkpoints on disk, as one rank finds them."""
+    """The checkpoints of the persistent tier, as one rank finds them."""
 
-    def __init__(self, job: JobContext, root: Path, store: NodeStore, entries: Sequence[Entry]) -> None:
-        """`entries` are those of this rank's state."""
+    def __init__(self, job: JobContext, root: Path, store: NodeStore, entries: Sequence[StateEntry]) -> None:
+        """Looks at nothing yet.
+
+        Args:
+            job: who and where this rank is.
+            root: the folder of the persistent tier.
+            store: of this node, into whose slots checkpoints are loaded.
+            entries: of this rank's state.
+        """
         self._root, self._store, self._entries = root, store, entries
         self._rank, self._group, self._attempt = job.rank, job.control_group, job.attempt
         self._world_size = job.topology.world_size
         self._refused: set[int] = set()
         self.notes: list[str] = []
-        """What is to be said of the checkpoint that was loaded."""
+        """Remarks on the checkpoint that was loaded, in words."""
 
     def newest(self) -> int:
-        """The newest that some rank sees and that has not proved damaged; 0 is none."""
+        """Returns the newest iteration that some rank sees and that has not proved damaged; 0 is none. Collective."""
         return maximum(self._group, max((i for i in iterations_in(self._root) if i not in self._refused), default=0))
 
     def obtain(self, iteration: int, keep: int) -> str:
-        """Leaves a verified copy in a slot of every rank; else what was wrong with it, on all ranks alike.
+        """Leaves a verified copy in a slot of every rank; otherwise returns what was wrong, alike on all ranks.
+        Collective.
 
         Args:
-            iteration: which one.
-            keep: one in memory that must stay.
+            iteration: of the checkpoint.
+            keep: an iteration in memory that must stay.
 
         Raises:
             ConfigError: on all ranks, it is of another model, or cannot be spread over that many ranks.

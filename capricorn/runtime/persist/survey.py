@@ -25,19 +25,19 @@ from capricorn.systems.interface import Copy
 
 PERSISTENT: Final = "persistent"
 NOBODY: Final = -1
-"""In place of an owner: of all of them."""
+"""In place of an owner: the copy belongs to all of them."""
 
 
 @dataclass(frozen=True, slots=True)
-class OnDisk:
-    """What one rank has in a checkpoint, and what is wrong with it, in words."""
+class PersistedCopy:
+    """The copy of one rank in a checkpoint, and what is wrong with it, in words."""
 
     copy: Copy
     damage: str
 
 
-def look_at_tier(path: Path) -> list[OnDisk]:
-    """Everything in a folder of checkpoints, or in one of them; every byte is compared with its checksum."""
+def survey_persistent_tier(path: Path) -> list[PersistedCopy]:
+    """Returns everything in a folder of checkpoints, or in one of them; every byte is compared with its checksum."""
     root = path.parent if is_checkpoint(path) else path
     iterations = [iteration_of(path)] if is_checkpoint(path) else iterations_in(path)
     found = [each for iteration in iterations for each in _look(root, iteration)]
@@ -45,18 +45,18 @@ def look_at_tier(path: Path) -> list[OnDisk]:
     return [each for each in found if folder_of(root, each.copy.iteration).exists()]
 
 
-def complete_in(found: list[OnDisk]) -> list[int]:
-    """Iterations of which nothing is damaged."""
+def complete_in(found: list[PersistedCopy]) -> list[int]:
+    """Returns the iterations of which nothing is damaged."""
     damaged = {each.copy.iteration for each in found if each.damage}
     return sorted({each.copy.iteration for each in found} - damaged)
 
 
-def _look(root: Path, iteration: int) -> Iterator[OnDisk]:
+def _look(root: Path, iteration: int) -> Iterator[PersistedCopy]:
     folder = folder_of(root, iteration)
     try:
         manifest = Manifest.read(folder)
     except StoreError as error:
-        yield OnDisk(Copy(NOBODY, iteration, "damaged", folder), str(error))
+        yield PersistedCopy(Copy(NOBODY, iteration, "damaged", folder), str(error))
         return
     damage = damage_of(folder, manifest, manifest.tensors)
     for owner in range(manifest.world_size):
@@ -68,9 +68,9 @@ def _look(root: Path, iteration: int) -> Iterator[OnDisk]:
         yield _copy(NOBODY, manifest, folder / METADATA, 0, wrong_there)
 
 
-def _copy(owner: int, manifest: Manifest, path: Path, num_bytes: int, damage: str) -> OnDisk:
+def _copy(owner: int, manifest: Manifest, path: Path, num_bytes: int, damage: str) -> PersistedCopy:
     state = "damaged" if damage else "complete"
-    return OnDisk(Copy(owner, manifest.iteration, state, path, num_bytes, manifest.attempt), damage)
+    return PersistedCopy(Copy(owner, manifest.iteration, state, path, num_bytes, manifest.attempt), damage)
 
 
 def _in_words(wrong: list[str]) -> str:

@@ -1,7 +1,7 @@
 """Writes one rank's part of a checkpoint of the persistent tier, and completes it on rank 0. Knows no training.
 
 A finished folder is one of `torch.distributed.checkpoint`, written by the library itself; writers meet in the folder,
-by the files in it, so nothing collective happens beside training.
+by the files in it, so nothing collective happens beside training. The states of a checkpoint stand in `persister`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from capricorn.errors import StoreError
 from capricorn.runtime.persist.layout import (
     METADATA,
     Manifest,
-    Part,
+    RankPart,
     Stored,
     folder_of,
     given_up_of,
@@ -44,33 +44,33 @@ from capricorn.runtime.persist.layout import (
     temporary_of,
 )
 from capricorn.runtime.persist.load import FLAT, bytes_of
-from capricorn.runtime.persist.messages import Answer, Order, Work
+from capricorn.runtime.persist.messages import Answer, Order, WriterTask
 from capricorn.runtime.store.slot import COMPLETE, PAGE, Header, checksum, read_header
 from capricorn.units import Seconds, format_seconds
 
 POLL_S: Final[Seconds] = 0.02
 
 
-def write_checkpoint(work: Work, order: Order) -> Answer:
-    """Writes this rank's part, and returns when the checkpoint is complete on disk or has failed."""
-    folder = temporary_of(work.root, order.iteration, work.attempt)
-    finish = _complete if work.rank == 0 else _wait_for_rank_0
+def write_checkpoint(task: WriterTask, order: Order) -> Answer:
+    """Writes this rank's part; returns when the checkpoint is complete in the persistent tier or has failed."""
+    folder = temporary_of(task.root, order.iteration, task.attempt)
+    finish = _complete if task.rank == 0 else _wait_for_rank_0
     try:
-        part = _write_part(work, order, folder)
-        finish(work, order, folder)
+        part = _write_part(task, order, folder)
+        finish(task, order, folder)
     except Exception as error:  # noqa: BLE001 - a library raises what it likes, and training goes on
         given_up = given_up_of(folder)
-        if work.rank == 0:
+        if task.rank == 0:
             with contextlib.suppress(OSError):
                 given_up.mkdir()
-        if work.rank == 0 or given_up.exists():
+        if task.rank == 0 or given_up.exists():
             remove(folder)
         return Answer(iteration=order.iteration, failure=in_words(error))
     return Answer(iteration=order.iteration, num_bytes=sum(part.files.values()))
 
 
 def in_words(error: Exception) -> str:
-    """What went wrong, in one line."""
+    """Returns what went wrong, in one line."""
     text = str(error).strip().partition("\n")[0]
     return text if isinstance(error, StoreError) else f"{type(error).__name__}: {text}"
 
@@ -78,40 +78,40 @@ def in_words(error: Exception) -> str:
 # --- the part of a rank ------------------------------------------------------------------------------------------
 
 
-def _write_part(work: Work, order: Order, folder: Path) -> Part:
-    if work.rank == 0:
-        sweep(work.root, but=folder)  # of a writer that was killed; only one checkpoint is on its way
+def _write_part(task: WriterTask, order: Order, folder: Path) -> RankPart:
+    if task.rank == 0:
+        sweep(task.root, but=folder)  # of a writer that was killed; only one checkpoint is on its way
     folder.mkdir(exist_ok=True)
     try:
-        part = _write_tensors(work, order, folder)
-        _hand_in(folder, work.rank, part)
+        part = _write_tensors(task, order, folder)
+        _hand_in(folder, task.rank, part)
     except Exception as error:
         # The disk may be full, and rank 0 waits. If not even that can be written, it does so in vain.
         with contextlib.suppress(OSError):
-            (folder / rank_file(work.rank)).unlink(missing_ok=True)
-            _hand_in(folder, work.rank, Part(failure=in_words(error)))
+            (folder / rank_file(task.rank)).unlink(missing_ok=True)
+            _hand_in(folder, task.rank, RankPart(failure=in_words(error)))
         raise
     return part
 
 
-def _write_tensors(work: Work, order: Order, folder: Path) -> Part:
-    layout = json.loads(work.layout.read_text(encoding="utf-8"))
+def _write_tensors(task: WriterTask, order: Order, folder: Path) -> RankPart:
+    layout = json.loads(task.layout.read_text(encoding="utf-8"))
     header = _complete_header(order)
     with order.slot.open("rb") as file:
         # A private mapping: tensors may be made of it without a copy, and nothing here can change the slot.
         slot = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     _verify(slot, header, order.slot)
     tensors = {
-        key_of(key, work.rank): _view(slot, dtype, shape, header.layout.payload_offset + offset)
+        key_of(key, task.rank): _view(slot, dtype, shape, header.layout.payload_offset + offset)
         for key, dtype, shape, offset, _ in layout["entries"]
     }
-    results = _write(tensors, folder, work)
+    results = _write(tensors, folder, task)
     if _complete_header(order) != header:
         raise StoreError(f"{order.slot} was used again while it was written")
-    path = folder / rank_file(work.rank)
+    path = folder / rank_file(task.rank)
     sync(path)
-    stored = _describe(tensors, results, path, work.rank)
-    return Part(tensors=stored, aliases=layout["aliases"], files={path.name: path.stat().st_size})
+    stored = _describe(tensors, results, path, task.rank)
+    return RankPart(tensors=stored, aliases=layout["aliases"], files={path.name: path.stat().st_size})
 
 
 def _complete_header(order: Order) -> Header:
@@ -138,7 +138,7 @@ def _verify(slot: mmap.mmap, header: Header, path: Path) -> None:
 
 
 def _view(slot: mmap.mmap, dtype: str, shape: list[int], offset: int) -> Tensor:
-    """A tensor of the bytes there."""
+    """Returns a tensor over the bytes at that offset."""
     count = math.prod(shape)
     kind = getattr(torch, dtype)
     if not count:
@@ -146,12 +146,12 @@ def _view(slot: mmap.mmap, dtype: str, shape: list[int], offset: int) -> Tensor:
     return torch.frombuffer(slot, dtype=kind, count=count, offset=offset).view(shape)
 
 
-def _write(tensors: Mapping[str, Tensor], folder: Path, work: Work) -> list[WriteResult]:
+def _write(tensors: Mapping[str, Tensor], folder: Path, task: WriterTask) -> list[WriteResult]:
     planner, writer = DefaultSavePlanner(**FLAT), _writer(folder)
-    planner.set_up_planner(dict(tensors), is_coordinator=work.rank == 0)
+    planner.set_up_planner(dict(tensors), is_coordinator=task.rank == 0)
     mine = writer.prepare_local_plan(planner.create_local_plan())
     # The library names files by the place of a plan among those of all ranks.
-    named = writer.prepare_global_plan([*[SavePlan([])] * work.rank, mine])[work.rank]
+    named = writer.prepare_global_plan([*[SavePlan([])] * task.rank, mine])[task.rank]
     # Its own checksums cost most of the time, and nobody looks at them.
     with config.patch({"save.compute_crc32": False}):  # type: ignore[attr-defined]
         results: list[WriteResult] = writer.write_data(planner.finish_plan(named), planner).wait()
@@ -183,8 +183,8 @@ def _describe(tensors: Mapping[str, Tensor], results: list[WriteResult], path: P
     return stored
 
 
-def _hand_in(folder: Path, rank: int, part: Part) -> None:
-    """Appears whole: rank 0 may be waiting for it."""
+def _hand_in(folder: Path, rank: int, part: RankPart) -> None:
+    """Makes the part appear whole: rank 0 may be waiting for it."""
     temporary = folder / f".{part_file(rank)}"
     temporary.write_text(part.model_dump_json(), encoding="utf-8")
     temporary.rename(folder / part_file(rank))
@@ -193,11 +193,11 @@ def _hand_in(folder: Path, rank: int, part: Part) -> None:
 # --- all parts together ------------------------------------------------------------------------------------------
 
 
-def _complete(work: Work, order: Order, folder: Path) -> None:
+def _complete(task: WriterTask, order: Order, folder: Path) -> None:
     """Waits for the other parts, writes what tells of all of them, and gives the folder its name."""
-    names = [part_file(rank) for rank in range(work.world_size)]
-    _wait_for(lambda: all((folder / name).exists() for name in names), work, "the parts of all ranks")
-    parts = [Part.model_validate_json((folder / name).read_bytes()) for name in names]
+    names = [part_file(rank) for rank in range(task.world_size)]
+    _wait_for(lambda: all((folder / name).exists() for name in names), task, "the parts of all ranks")
+    parts = [RankPart.model_validate_json((folder / name).read_bytes()) for name in names]
     for rank, part in enumerate(parts):
         if part.failure:
             raise StoreError(f"rank {rank}: {part.failure}")
@@ -205,23 +205,23 @@ def _complete(work: Work, order: Order, folder: Path) -> None:
         (folder / name).unlink()
     _write_metadata(folder, parts)
     sync(folder / METADATA)
-    _manifest(work, order, folder, parts).write(folder)
+    _manifest(task, order, folder, parts).write(folder)
     sync(folder)
-    remove(folder_of(work.root, order.iteration))  # of a future that was abandoned, or damaged
-    folder.rename(folder_of(work.root, order.iteration))
-    sync(work.root)
-    prune(work.root, order.iteration, work.keep)
+    remove(folder_of(task.root, order.iteration))  # of a future that was abandoned, or damaged
+    folder.rename(folder_of(task.root, order.iteration))
+    sync(task.root)
+    prune(task.root, order.iteration, task.keep)
 
 
-def _wait_for_rank_0(work: Work, order: Order, folder: Path) -> None:
+def _wait_for_rank_0(task: WriterTask, order: Order, folder: Path) -> None:
     given_up = given_up_of(folder)
-    _wait_for(lambda: given_up.exists() or not folder.exists(), work, "rank 0 to complete it")
-    if given_up.exists() or not folder_of(work.root, order.iteration).exists():
+    _wait_for(lambda: given_up.exists() or not folder.exists(), task, "rank 0 to complete it")
+    if given_up.exists() or not folder_of(task.root, order.iteration).exists():
         raise StoreError("rank 0 gave it up")
 
 
-def _write_metadata(folder: Path, parts: list[Part]) -> None:
-    """The library's own table of contents, written by the library."""
+def _write_metadata(folder: Path, parts: list[RankPart]) -> None:
+    """Writes the library's own table of contents, by the library."""
     writer, planner, plans = _writer(folder), DefaultSavePlanner(**FLAT), []
     for part in parts:
         planner.set_up_planner({key: _outline(stored) for key, stored in part.tensors.items()})
@@ -240,7 +240,7 @@ def _result(key: str, stored: Stored) -> WriteResult:
     return WriteResult(index=index, size_in_bytes=stored.num_bytes, storage_data=place)
 
 
-def _manifest(work: Work, order: Order, folder: Path, parts: list[Part]) -> Manifest:
+def _manifest(task: WriterTask, order: Order, folder: Path, parts: list[RankPart]) -> Manifest:
     with mapped(folder / METADATA) as data:
         metadata_xxh3, files = hash_of(data), {METADATA: len(data)}
     tensors: dict[str, Stored] = {}
@@ -250,13 +250,13 @@ def _manifest(work: Work, order: Order, folder: Path, parts: list[Part]) -> Mani
         aliases |= part.aliases
         files |= part.files
     return Manifest(
-        run_id=work.run_id,
-        attempt=work.attempt,
+        run_id=task.run_id,
+        attempt=task.attempt,
         iteration=order.iteration,
-        world_size=work.world_size,
-        num_nodes=work.num_nodes,
-        ranks_per_node=work.ranks_per_node,
-        model=work.model,
+        world_size=task.world_size,
+        num_nodes=task.num_nodes,
+        ranks_per_node=task.ranks_per_node,
+        model=task.model,
         tensors=tensors,
         aliases=aliases,
         files=files,
@@ -264,9 +264,9 @@ def _manifest(work: Work, order: Order, folder: Path, parts: list[Part]) -> Mani
     )
 
 
-def _wait_for(happened: Callable[[], bool], work: Work, what: str) -> None:
-    deadline_s = time.monotonic() + work.timeout_s
+def _wait_for(happened: Callable[[], bool], task: WriterTask, what: str) -> None:
+    deadline_s = time.monotonic() + task.timeout_s
     while not happened():
         if time.monotonic() > deadline_s:
-            raise StoreError(f"rank {work.rank} waited {format_seconds(work.timeout_s)} for {what} in vain")
+            raise StoreError(f"rank {task.rank} waited {format_seconds(task.timeout_s)} for {what} in vain")
         time.sleep(POLL_S)

@@ -9,21 +9,21 @@ import signal
 import sys
 
 from capricorn.process import die_with_parent
-from capricorn.runtime.comm.idle_priority import give_way
-from capricorn.runtime.persist.messages import Order, Work
+from capricorn.runtime.comm.idle_priority import use_idle_priority
+from capricorn.runtime.persist.messages import Order, WriterTask
 
 
 def main() -> None:
     """Carries out orders until there are no more."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # that of a terminal is for the trainer
-    give_way()
-    work = Work.model_validate_json(sys.argv[1])
+    use_idle_priority()
+    task = WriterTask.model_validate_json(sys.argv[1])
     # Not before, so that importing torch gives way to training too.
     from capricorn.runtime.persist.writer import write_checkpoint
 
     for line in sys.stdin:
-        answer = write_checkpoint(work, Order.model_validate_json(line))
+        answer = write_checkpoint(task, Order.model_validate_json(line))
         print(answer.model_dump_json(), flush=True)
 
 

@@ -1,8 +1,7 @@
-"""Carries out plans: one thread stages a checkpoint into its slot, one thread per host sends it from there, or from the
-live state.
+"""Carries out plans: one thread stages a checkpoint into its slot, and one thread for each holder sends it.
 
 The threads run beside training and only copy, checksum and make system calls. Knows no collective: what is complete on
-all ranks is decided elsewhere.
+all ranks is decided elsewhere. The states of a save stand in `save.save`.
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ from queue import SimpleQueue
 from capricorn.errors import CapricornError, StoreError, TransportError
 from capricorn.planner.link_model import LinkEstimator, LinkModel
 from capricorn.planner.plan import Chunk, Plan
-from capricorn.runtime.comm.idle_priority import give_way
+from capricorn.runtime.comm.idle_priority import use_idle_priority
 from capricorn.runtime.comm.replica_link import ReplicaLink, Source
 from capricorn.runtime.save.live_source import LiveSource
-from capricorn.runtime.save.save import Save
+from capricorn.runtime.save.save import ReplicatedSave
 from capricorn.runtime.save.staging import Stager
-from capricorn.runtime.schedule.gate import Gate, Passed
+from capricorn.runtime.schedule.gate import Admission, Gate
 from capricorn.runtime.store.node_store import NodeStore
 from capricorn.runtime.store.slot import checksum
 from capricorn.systems.interface import ChunkEvent
 from capricorn.units import Bytes, Seconds, format_seconds
 
 MAX_EVENTS = 1 << 14
-"""Transfers remembered for a timeline that nobody takes; the oldest are forgotten."""
+"""Number of transfers remembered for a timeline that nobody takes; the oldest are forgotten."""
 
 
 MAX_TRANSFER_S: Seconds = 0.25
@@ -38,33 +37,33 @@ MAX_TRANSFER_S: Seconds = 0.25
 class _Transfer:
     """A transfer that was not interrupted so far."""
 
-    def __init__(self, passed: Passed, in_flight_bytes: Bytes) -> None:
-        """`in_flight_bytes` were handed to the network before and not acknowledged."""
-        self.passed = passed
+    def __init__(self, admission: Admission, in_flight_bytes: Bytes) -> None:
+        """`in_flight_bytes` were handed to the network before and are not acknowledged."""
+        self.admission = admission
         """How its first part came through the gate."""
         self.begin_s = self.end_s = time.perf_counter()
         self.num_bytes: Bytes = 0
         self.left_bytes = self._before_bytes = in_flight_bytes
 
-    def may_go_on(self, passed: Passed) -> bool:
-        """Whether what passed now belongs to it: under the same conditions, and not for ever."""
-        is_same = (passed.is_idle, passed.is_pressed) == (self.passed.is_idle, self.passed.is_pressed)
+    def may_go_on(self, admission: Admission) -> bool:
+        """Tells whether what was admitted now belongs to it: under the same conditions, and not for ever."""
+        is_same = (admission.is_idle, admission.is_urgent) == (self.admission.is_idle, self.admission.is_urgent)
         return is_same and time.perf_counter() - self.begin_s < MAX_TRANSFER_S
 
     def add(self, num_bytes: Bytes, left_bytes: Bytes) -> None:
-        """Bytes were handed to the network just now; of all, `left_bytes` are not acknowledged."""
+        """Notes bytes handed to the network just now; `left_bytes` of everything are not acknowledged."""
         self.end_s = time.perf_counter()
         self.num_bytes += num_bytes
         self.left_bytes = left_bytes
 
     @property
     def moved_bytes(self) -> Bytes:
-        """What was acknowledged from its begin to its end."""
+        """Bytes that were acknowledged between its begin and its end."""
         return self.num_bytes + self._before_bytes - self.left_bytes
 
 
 class Executor:
-    """The threads of one rank; a save is handed in by the training thread once the one before has settled."""
+    """The threads of one rank; the training thread hands in a save once the one before has settled."""
 
     def __init__(
         self,
@@ -76,12 +75,24 @@ class Executor:
         *,
         gate: Gate,
         timeout_s: Seconds,
-        gives_way: bool,
+        idle_priority: bool,
         live: LiveSource | None = None,
     ) -> None:
-        """Replicas are sent from the slot, block by block once it is staged, or from `live`."""
+        """Starts the threads.
+
+        Args:
+            store: of this node, in which the slots of `owner` are open.
+            owner: this rank.
+            attempt: counts the starts of the job; copies are marked with it.
+            stager: copies the live state into a slot.
+            links: one to each holder, in the order of the plan's replicas.
+            gate: lets chunks pass.
+            timeout_s: deadline of every wait.
+            idle_priority: whether the senders run at SCHED_IDLE.
+            live: the live state, if replicas are sent from it; otherwise they are sent from the slot, block by block.
+        """
         self._live = live
-        self._last: Save | None = None
+        self._last: ReplicatedSave | None = None
         self.staged_bytes: Bytes = 0
         self._gate = gate
         self._estimator = LinkEstimator()
@@ -89,16 +100,16 @@ class Executor:
         self._lock = threading.Lock()
         self._sent: deque[ChunkEvent] = deque(maxlen=MAX_EVENTS)
         self._transfers: dict[int, _Transfer] = {}
-        """By host: the transfer that goes on."""
+        """By holder: the transfer that goes on."""
         self._events: deque[ChunkEvent] = deque(maxlen=MAX_EVENTS)
         self._store, self._owner, self._attempt = store, owner, attempt
         self._stager, self._links, self._timeout_s = stager, links, timeout_s
-        self._gives_way = gives_way
-        self._to_stage: SimpleQueue[Save | None] = SimpleQueue()
-        self._to_send: list[SimpleQueue[Save | None]] = [SimpleQueue() for _ in links]
+        self._has_idle_priority = idle_priority
+        self._to_stage: SimpleQueue[ReplicatedSave | None] = SimpleQueue()
+        self._to_send: list[SimpleQueue[ReplicatedSave | None]] = [SimpleQueue() for _ in links]
         self._threads = [threading.Thread(target=self._stage_loop, name="capricorn-stage", daemon=True)]
         for link, queue in zip(links, self._to_send, strict=True):
-            name = f"capricorn-send-{link.host}"
+            name = f"capricorn-send-{link.holder}"
             self._threads.append(threading.Thread(target=self._send_loop, args=(link, queue), name=name, daemon=True))
         for thread in self._threads:
             thread.start()
@@ -108,30 +119,31 @@ class Executor:
         """Payload handed to the network so far."""
         return sum(link.sent_bytes for link in self._links)
 
-    def start(self, iteration: int, keep: int, plan: Plan) -> Save:
-        """Begins a checkpoint of the live state, which must stay as it is until it is staged and, if live, sent."""
-        save = self._last = Save(iteration, keep, plan, [link.host for link in self._links], self._live)
+    def start(self, iteration: int, keep: int, plan: Plan) -> ReplicatedSave:
+        """Begins a checkpoint of the live state, which must not change until it is staged and, if sent live, sent."""
+        save = self._last = ReplicatedSave(iteration, keep, plan, [link.holder for link in self._links], self._live)
         self._stager.mark()
         if self._live is not None:
             self._live.mark()
         self._to_stage.put(save)
         return save
 
-    def resend(self, iteration: int, plan: Plan, hosts: Sequence[int]) -> Save:
-        """Sends a copy that is complete here to hosts that have lost theirs."""
-        save = self._last = Save(iteration, iteration, plan, [link.host for link in self._links if link.host in hosts])
+    def resend(self, iteration: int, plan: Plan, holders: Sequence[int]) -> ReplicatedSave:
+        """Sends a copy that is complete here to the holders that have lost theirs."""
+        receivers = [link.holder for link in self._links if link.holder in holders]
+        save = self._last = ReplicatedSave(iteration, iteration, plan, receivers)
         save.slot = self._store.read(self._owner, iteration)
         assert save.slot is not None
         save.advance(save.slot.layout.num_blocks)
         save.finish_staging()
         for link, queue in zip(self._links, self._to_send, strict=True):
-            if link.host in hosts:
+            if link.holder in holders:
                 queue.put(save)
         return save
 
-    def settle(self, save: Save, timeout_s: Seconds) -> None:
+    def settle(self, save: ReplicatedSave, timeout_s: Seconds) -> None:
         """Waits until all copies of a save are in place or have failed; those that are late by then have failed."""
-        self._gate.hurry(True)
+        self._gate.set_urgent(True)
         try:
             if not save.wait_settled(timeout_s):
                 # First, so that no thread takes a closed link for one to be opened again: the update comes next.
@@ -139,28 +151,28 @@ class Executor:
                 for link in self._links:
                     link.close()
         finally:
-            self._gate.hurry(False)
+            self._gate.set_urgent(False)
 
     def link_model(self) -> LinkModel | None:
-        """What a transfer takes, as measured so far."""
+        """Returns how long transfers take, as measured so far; None if nothing was measured."""
         with self._lock:
             return self._estimator.model()
 
     def take_sent(self) -> list[ChunkEvent]:
-        """Uninterrupted transfers that ended since the last call."""
+        """Returns the uninterrupted transfers that ended since the last call, for the books of the scheduler."""
         with self._lock:
             taken = list(self._sent)
             self._sent.clear()
         return taken
 
     def take_events(self) -> list[ChunkEvent]:
-        """Transfers finished since the last call."""
+        """Returns the transfers that ended since the last call, stagings among them, for the timeline."""
         taken = list(self._events)
         self._events.clear()
         return taken
 
     def close(self) -> None:
-        """Lets a running staging finish (its state is still constant), ends everything else."""
+        """Lets a running staging finish, whose state is still constant, and ends everything else."""
         self._to_stage.put(None)
         self._threads[0].join(self._timeout_s)
         if self._last is not None and not self._last.is_settled:
@@ -180,7 +192,7 @@ class Executor:
             except (CapricornError, OSError, RuntimeError) as error:
                 save.finish_staging(f"staging: {error}")
 
-    def _stage(self, save: Save) -> None:
+    def _stage(self, save: ReplicatedSave) -> None:
         begin_s = time.perf_counter()
         slot = save.slot = self._store.begin(self._owner, save.iteration, save.keep, self._attempt)
         for queue in self._to_send:
@@ -192,9 +204,9 @@ class Executor:
         self.staged_bytes += slot.layout.payload_bytes
         self._note("stage", save, begin_s, slot.layout.payload_bytes)
 
-    def _send_loop(self, link: ReplicaLink, queue: SimpleQueue[Save | None]) -> None:
-        if self._gives_way:
-            give_way()
+    def _send_loop(self, link: ReplicaLink, queue: SimpleQueue[ReplicatedSave | None]) -> None:
+        if self._has_idle_priority:
+            use_idle_priority()
         while (save := queue.get()) is not None:
             try:
                 self._send(link, save)
@@ -203,13 +215,13 @@ class Executor:
                 link.close()
                 save.finish_link(str(error))
 
-    def _send(self, link: ReplicaLink, save: Save) -> None:
+    def _send(self, link: ReplicaLink, save: ReplicatedSave) -> None:
         source = save.live or save.slot
         assert source is not None
         replica = self._links.index(link)
         try:
-            if not save.wait_turn(link.host, self._timeout_s):
-                raise TransportError(f"the replicas before that on rank {link.host} did not get out")
+            if not save.wait_turn(link.holder, self._timeout_s):
+                raise TransportError(f"the replicas before that on rank {link.holder} did not get out")
             if save.live is not None:
                 save.live.begin()
             link.begin(save.iteration, save.keep)
@@ -217,12 +229,12 @@ class Executor:
                 if chunk.replica == replica:
                     self._send_chunk(link, save, source, chunk)
         finally:
-            save.end_turn(link.host)
+            save.end_turn(link.holder)
             self._end(link, save)
         _refuse_given_up(save)
         link.commit(save.iteration)
 
-    def _send_chunk(self, link: ReplicaLink, save: Save, source: Source, chunk: Chunk) -> None:
+    def _send_chunk(self, link: ReplicaLink, save: ReplicatedSave, source: Source, chunk: Chunk) -> None:
         start, stop = chunk.offset, chunk.offset + chunk.num_bytes
         block = (stop - 1) // source.layout.block_bytes
         if save.live is None and not save.is_block_staged(block):
@@ -232,39 +244,40 @@ class Executor:
         is_overflow = chunk.span >= len(save.plan.limits)
         while start < stop:
             _refuse_given_up(save)
-            passed = self._gate.wait(link.host, stop - start, lambda: link.in_flight_bytes, is_overflow=is_overflow)
-            transfer = self._transfers.get(link.host)
-            if transfer is not None and (passed.has_waited or not transfer.may_go_on(passed)):
+            left_bytes = stop - start
+            admission = self._gate.wait(link.holder, left_bytes, lambda: link.in_flight_bytes, is_overflow=is_overflow)
+            transfer = self._transfers.get(link.holder)
+            if transfer is not None and (admission.has_waited or not transfer.may_go_on(admission)):
                 self._end(link, save)
-            if link.host not in self._transfers:
-                self._transfers[link.host] = _Transfer(passed, link.in_flight_bytes)
-            link.send_range(save.iteration, source, start, start + passed.num_bytes)
-            start += passed.num_bytes
-            self._transfers[link.host].add(passed.num_bytes, link.in_flight_bytes)
+            if link.holder not in self._transfers:
+                self._transfers[link.holder] = _Transfer(admission, link.in_flight_bytes)
+            link.send_range(save.iteration, source, start, start + admission.num_bytes)
+            start += admission.num_bytes
+            self._transfers[link.holder].add(admission.num_bytes, link.in_flight_bytes)
 
-    def _end(self, link: ReplicaLink, save: Save) -> None:
-        """Notes the transfer that went on until now, and what it tells of the link."""
-        transfer = self._transfers.pop(link.host, None)
+    def _end(self, link: ReplicaLink, save: ReplicatedSave) -> None:
+        """Books the transfer that went on until now, and lets the link model learn from it."""
+        transfer = self._transfers.pop(link.holder, None)
         if transfer is None:
             return
         end_s = transfer.end_s
         if self._gate.link is not None:
             end_s += transfer.left_bytes / self._gate.link.bytes_per_s
-        is_pressed = transfer.passed.is_pressed
-        event = ChunkEvent("send", save.iteration, transfer.begin_s, end_s, transfer.num_bytes, is_pressed)
+        is_urgent = transfer.admission.is_urgent
+        event = ChunkEvent("send", save.iteration, transfer.begin_s, end_s, transfer.num_bytes, is_urgent)
         with self._lock:
             self._sent.append(event)
             # What shared the link tells little of it, but more than nothing.
-            if transfer.moved_bytes > 0 and (transfer.passed.is_idle or not self._knows_link):
-                self._knows_link = transfer.passed.is_idle
+            if transfer.moved_bytes > 0 and (transfer.admission.is_idle or not self._knows_link):
+                self._knows_link = transfer.admission.is_idle
                 self._estimator.note(transfer.moved_bytes, transfer.end_s - transfer.begin_s)
         self._events.append(event)
 
-    def _note(self, kind: str, save: Save, begin_s: Seconds, num_bytes: int) -> None:
+    def _note(self, kind: str, save: ReplicatedSave, begin_s: Seconds, num_bytes: int) -> None:
         self._events.append(ChunkEvent(kind, save.iteration, begin_s, time.perf_counter(), num_bytes))
 
 
-def _refuse_given_up(save: Save) -> None:
+def _refuse_given_up(save: ReplicatedSave) -> None:
     """Raises TransportError if what is sent may no longer be the state of its iteration."""
     if save.is_given_up:
         raise TransportError(f"iteration {save.iteration} was given up")

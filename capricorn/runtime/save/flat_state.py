@@ -25,8 +25,8 @@ Values = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One named tensor and its place in the shard."""
+class StateEntry:
+    """A named tensor and its place in the shard."""
 
     key: str
     dtype: str
@@ -39,7 +39,7 @@ class Entry:
 class Run:
     """A stretch of the shard that is copied in one go, and the live memory it is copied from.
 
-    `source` is a flat uint8 view for contiguous memory, or the tensor itself where it has gaps.
+    `source` is a flat uint8 view of contiguous memory, or the tensor itself if its memory has gaps.
     """
 
     offset: Bytes
@@ -48,17 +48,17 @@ class Run:
 
     @property
     def is_flat(self) -> bool:
-        """Whether it can be cut at any byte."""
+        """Whether the run can be cut at any byte."""
         return self.source.dtype == torch.uint8 and self.source.dim() == 1 and self.source.is_contiguous()
 
     def view(self, payload_B: Tensor) -> Tensor:
-        """The place of this run in a payload, in the form of its source."""
+        """Returns the place of this run in a payload, in the shape and dtype of its source."""
         place = payload_B[self.offset : self.offset + self.num_bytes]
         return place.view(self.source.dtype).view(self.source.shape)
 
 
 class FlatState:
-    """What a rank owns: live tensors, which change only in the update, and small values, which change at any time.
+    """The state of a rank: live tensors, which change only in the update, and small values, which change at any time.
 
     Implements `ShardState`. The layout depends only on the order, names, dtypes and shapes given.
     """
@@ -85,8 +85,8 @@ class FlatState:
         self._capture, self._publish = capture, publish
         self._values = {key: value.detach().clone() for key, value in capture().items()}
         self.aliases = dict(aliases or {})
-        self.entries: list[Entry] = []
-        sources: list[tuple[Entry, Tensor]] = []
+        self.entries: list[StateEntry] = []
+        sources: list[tuple[StateEntry, Tensor]] = []
         seen: dict[tuple[object, ...], str] = {}
         offset = 0
         for key, tensor in [*tensors.items(), *((f"value/{k}", v) for k, v in self._values.items())]:
@@ -96,13 +96,13 @@ class FlatState:
                 continue
             seen[identity] = key
             num_bytes = tensor.numel() * tensor.element_size()
-            entry = Entry(key, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset, num_bytes)
+            entry = StateEntry(key, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset, num_bytes)
             self.entries.append(entry)
             sources.append((entry, tensor.detach()))
             offset += -(-num_bytes // ALIGNMENT) * ALIGNMENT
         _refuse_overlap(sources)
         self.tensors: dict[str, Tensor] = {entry.key: tensor for entry, tensor in sources}
-        """The live memory of each entry, by key; nothing of it is to be kept beyond the next update."""
+        """The live memory of each entry, by key; it is not to be kept beyond the next update."""
         self.num_bytes: Bytes = offset
         self.runs = _runs(sources)
 
@@ -111,7 +111,7 @@ class FlatState:
         return xxh3_64_intdigest(json.dumps(self.manifest(), sort_keys=True).encode())
 
     def content_digest(self) -> int:
-        """64-bit digest of all that is in it now, the small values as they are."""
+        """Returns a 64-bit digest of the whole content; captures the small values first."""
         self.capture()
         hasher = xxh3_64()
         with torch.no_grad():
@@ -144,7 +144,7 @@ def _identity(key: str, tensor: Tensor) -> tuple[object, ...]:
     return storage, tensor.storage_offset(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
-def _refuse_overlap(sources: list[tuple[Entry, Tensor]]) -> None:
+def _refuse_overlap(sources: list[tuple[StateEntry, Tensor]]) -> None:
     spans = sorted(
         (t.data_ptr(), t.data_ptr() + e.num_bytes, e.key) for e, t in sources if t.is_contiguous() and e.num_bytes
     )
@@ -153,7 +153,7 @@ def _refuse_overlap(sources: list[tuple[Entry, Tensor]]) -> None:
             raise ConfigError(f"{key} and {other} share part of their memory; only whole tensors can be tied")
 
 
-def _runs(sources: list[tuple[Entry, Tensor]]) -> list[Run]:
+def _runs(sources: list[tuple[StateEntry, Tensor]]) -> list[Run]:
     # Neighbours in the shard that are neighbours in memory (the experts of one stacked tensor) become one copy.
     runs: list[Run] = []
     for entry, tensor in sources:
@@ -173,7 +173,7 @@ def _runs(sources: list[tuple[Entry, Tensor]]) -> list[Run]:
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor as a flat uint8 view."""
+    """Returns the memory of a contiguous tensor as a flat uint8 view."""
     size = tensor.element_size()
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return flat.set_(tensor.untyped_storage(), tensor.storage_offset() * size, (tensor.numel() * size,), (1,))

@@ -1,7 +1,9 @@
 """The direct path: peers are sent the live state through a few buffers, and the local copy is made in small parts.
 
+Knows no network and no plan.
+
 Source: Gemini, SOSP'23, section 5.3. Departs: its buffers are on the receiving device, as collectives write there;
-bytes that leave by TCP pass the sender's memory instead. Knows no network and no plan.
+bytes that leave by TCP pass through the sender's memory instead.
 """
 
 from __future__ import annotations
@@ -19,16 +21,24 @@ from capricorn.units import Bytes, Seconds
 
 
 class LiveSource:
-    """The live state, read block by block in order; it must stay as it is until the last block has been sent.
+    """The live state, read block by block in order; it must not change until the last block has been sent.
 
     While one sub-buffer is sent from, the next ones are filled, on a GPU by a stream of their own. Used by one thread
-    at a time, but for `mark`.
+    at a time, except for `mark`.
     """
 
     def __init__(
         self, state: FlatState, layout: Layout, device: torch.device, *, buffer_bytes: Bytes, num_buffers: int
     ) -> None:
-        """`buffer_bytes` is the size of all sub-buffers together; each is of whole blocks, at least one."""
+        """Allocates the buffers.
+
+        Args:
+            state: what is read.
+            layout: cuts it into blocks.
+            device: where the live tensors are.
+            buffer_bytes: size of all sub-buffers together; each consists of whole blocks, at least one.
+            num_buffers: number of sub-buffers.
+        """
         self.layout = layout
         num_blocks = max(1, buffer_bytes // num_buffers // layout.block_bytes)
         self._unit_bytes = min(num_blocks, max(1, layout.num_blocks)) * layout.block_bytes
@@ -44,18 +54,21 @@ class LiveSource:
         self._landed: dict[int, torch.cuda.Event] = {}
 
     def mark(self) -> None:
-        """On the training thread, after an update: what is enqueued so far must have run before a copy may start."""
+        """Marks, on the training thread after an update, what must have run before a copy may start."""
         if self._cuda is not None and self._updated is not None:
             self._updated.record(torch.cuda.current_stream(self._cuda.device))
 
     def begin(self) -> None:
-        """What the buffers hold is of an older iteration."""
+        """Forgets what the buffers hold, which is of an older iteration."""
         self._held = [None] * len(self._held)
         if self._cuda is not None and self._updated is not None:
             self._cuda.wait_event(self._updated)
 
-    def part(self, start: int, stop: int) -> memoryview:
-        """Those bytes of the shard, which lie in one block; valid until as many buffers have been asked for."""
+    def view(self, start: int, stop: int) -> memoryview:
+        """Returns these bytes of the shard, which lie in one block; later calls may overwrite them.
+
+        They are valid until as many units have been asked for as there are sub-buffers.
+        """
         unit = start // self._unit_bytes
         self._fill(unit)
         if self._cuda is not None:
@@ -65,10 +78,10 @@ class LiveSource:
         offset = unit * self._unit_bytes
         return self._views[unit % len(self._views)][start - offset : stop - offset]
 
-    def check(self, index: int) -> int:
-        """Checksum of that block."""
+    def checksum(self, index: int) -> int:
+        """Returns the checksum of a block."""
         block = self.layout.block(index)
-        return checksum(self.part(block.start, block.stop))
+        return checksum(self.view(block.start, block.stop))
 
     def _fill(self, unit: int) -> None:
         place = unit % len(self._buffers)
@@ -112,7 +125,7 @@ class _Piece:
 
 
 def _cut(runs: list[Run], unit_bytes: Bytes, num_units: int) -> list[list[tuple[int, _Piece]]]:
-    """By unit of the shard: where in the unit each piece starts, and the piece, in order."""
+    """Returns, by unit of the shard, where in the unit each piece starts, and the piece, in order."""
     cut: list[list[tuple[int, _Piece]]] = [[] for _ in range(num_units)]
     for run in runs:
         start, end = run.offset, run.offset + run.num_bytes
@@ -125,19 +138,19 @@ def _cut(runs: list[Run], unit_bytes: Bytes, num_units: int) -> list[list[tuple[
 
 
 class CutStager:
-    """Stages only while training communicates, or while an update waits; at other times the host receives replicas."""
+    """Stages only while training communicates, or while an update waits; at other times the node receives replicas."""
 
     def __init__(self, stager: Stager, *, patience_s: Seconds) -> None:
-        """No block waits longer than `patience_s`."""
+        """`patience_s` bounds how long a block waits."""
         self._stager, self._patience_s = stager, patience_s
         self._may_copy = threading.Event()
 
     def open(self) -> None:
-        """Training communicates, or waits for the copy."""
+        """Lets blocks be copied: training communicates, or waits for the copy."""
         self._may_copy.set()
 
     def shut(self) -> None:
-        """Training computes."""
+        """Holds blocks back: training computes."""
         self._may_copy.clear()
 
     def mark(self) -> None:

@@ -1,4 +1,24 @@
-"""One checkpoint of one rank on its way, as all threads that carry it out see it."""
+"""One checkpoint of one rank on its way, as all threads that carry it out see it.
+
+    state      entered when                                                        moved by
+    waiting    an update ended before the save before had settled on all ranks;    training thread
+               there is no object yet, only the iteration (with `max_lost` = 1
+               the update waits instead)
+    staging    `Executor.start`: the local slot is WRITING, block after block is   training thread, then stager
+               copied from the live state
+    local      the slot is COMPLETE (`finish_staging`); the next update may begin  stager
+    sending    beside staging: holder after holder takes its turn (`wait_turn`),   one sender for each holder
+               is sent each block once it is staged, and acknowledges the whole
+    settled    staging and all links have ended (`finish_staging`, `finish_link`)  stager or sender, the last to end
+      complete   without a failure
+      failed     with failures; the older checkpoint is intact
+    given up   settled as failed although threads are still at it: the deadline    training thread
+               passed, or the system was closed
+    committed  a vote found it complete on all ranks; see `commit_tracker`         training thread, collective
+
+Only the vote is collective. With a live source, replicas are sent from the live state instead of the slot, and the
+next update waits until the save has settled.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +34,27 @@ MAX_TURNS = 100
 """Deadlines that one replica may take to get out before those that follow are given up."""
 
 
-class Save:
+class ReplicatedSave:
     """One checkpoint of one rank on its way: staged into a local slot, then replicated.
 
     Attributes:
         is_local: whether the copy in this node's memory is complete.
         failures: what went wrong, in words; empty when all replicas are in place.
-        live: what replicas are sent from, where that is not the slot.
+        live: the live state, if replicas are sent from it instead of the slot.
     """
 
     def __init__(
-        self, iteration: int, keep: int, plan: Plan, hosts: Sequence[int], live: LiveSource | None = None
+        self, iteration: int, keep: int, plan: Plan, holders: Sequence[int], live: LiveSource | None = None
     ) -> None:
-        """`hosts` get a replica each, in this order."""
+        """Makes a save that is about to be staged.
+
+        Args:
+            iteration: of the state.
+            keep: newest iteration that is complete on all ranks, whose slots must stay.
+            plan: in which order and when its chunks are sent.
+            holders: the ranks that get a replica each, in this order.
+            live: the live state, if replicas are sent from it.
+        """
         self.live = live
         self.iteration, self.keep, self.plan = iteration, keep, plan
         self.is_local = False
@@ -35,16 +63,18 @@ class Save:
         self._staged_blocks = 0
         self._is_staged = False
         self._is_given_up = False
-        self._open_links = len(hosts)
-        self._turns = list(hosts)
+        self._open_links = len(holders)
+        self._turns = list(holders)
         self._changed = threading.Condition()
 
     def advance(self, staged_blocks: int) -> None:
+        """Notes that so many blocks, from the first on, are in the slot."""
         with self._changed:
             self._staged_blocks = staged_blocks
             self._changed.notify_all()
 
     def finish_staging(self, failure: str = "") -> None:
+        """Notes that staging has ended, and why it failed if it did."""
         with self._changed:
             self._is_staged = True
             self.is_local = not failure
@@ -52,23 +82,25 @@ class Save:
                 self.failures.append(failure)
             self._changed.notify_all()
 
-    def wait_turn(self, host: int, timeout_s: Seconds) -> bool:
-        """Waits until the hosts before this one have been sent theirs; False if that took too long.
+    def wait_turn(self, holder: int, timeout_s: Seconds) -> bool:
+        """Waits until the holders before this one have been sent theirs; returns False if that took too long.
 
-        One after the other, as planned: they share our end of the link. Each may take as long as the gate holds it.
+        Replicas leave one after the other, as planned: they share this rank's end of the link. Each may take as long as
+        the gate holds it.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._is_given_up or self._turns[:1] == [host], MAX_TURNS * timeout_s)
-            return not self._is_given_up and self._turns[:1] == [host]
+            self._changed.wait_for(lambda: self._is_given_up or self._turns[:1] == [holder], MAX_TURNS * timeout_s)
+            return not self._is_given_up and self._turns[:1] == [holder]
 
-    def end_turn(self, host: int) -> None:
-        """That host has been sent its replica, or will not be."""
+    def end_turn(self, holder: int) -> None:
+        """Notes that a holder has been sent its replica, or will not be."""
         with self._changed:
-            if host in self._turns:
-                self._turns.remove(host)
+            if holder in self._turns:
+                self._turns.remove(holder)
             self._changed.notify_all()
 
     def finish_link(self, failure: str = "") -> None:
+        """Notes that one holder has acknowledged its replica, or why it has not."""
         with self._changed:
             if failure:
                 self.failures.append(failure)
@@ -76,26 +108,27 @@ class Save:
             self._changed.notify_all()
 
     def is_block_staged(self, index: int) -> bool:
+        """Tells whether a block is in the slot."""
         return self._staged_blocks > index
 
     def wait_block(self, index: int, timeout_s: Seconds) -> bool:
-        """Waits until a block is staged; False if staging failed or took longer."""
+        """Waits until a block is staged; returns False if staging failed or took longer."""
         with self._changed:
             self._changed.wait_for(lambda: self._staged_blocks > index or self._is_staged, timeout_s)
             return self._staged_blocks > index
 
     def wait_staged(self, timeout_s: Seconds) -> bool:
-        """Waits until the local copy is complete or has failed; False if that took longer."""
+        """Waits until the local copy is complete or has failed; returns False if that took longer."""
         with self._changed:
             return self._changed.wait_for(lambda: self._is_staged, timeout_s)
 
     def wait_settled(self, timeout_s: Seconds) -> bool:
-        """Waits until all copies are in place or have failed; False if that took longer."""
+        """Waits until all copies are in place or have failed; returns False if that took longer."""
         with self._changed:
             return self._changed.wait_for(lambda: self.is_settled, timeout_s)
 
     def give_up(self, failure: str) -> None:
-        """Settles it as failed, whatever its threads still do."""
+        """Settles the save as failed, whatever its threads still do."""
         with self._changed:
             self._is_given_up = True
             self.failures.append(failure)
@@ -103,13 +136,15 @@ class Save:
 
     @property
     def is_given_up(self) -> bool:
-        """Whether nobody waits for it any more; what is sent from the live state may change from now on."""
+        """Whether nobody waits for the save any more; the live state it is sent from may change from now on."""
         return self._is_given_up
 
     @property
     def is_settled(self) -> bool:
+        """Whether all copies are in place or have failed."""
         return self._is_given_up or (self._is_staged and self._open_links == 0)
 
     @property
     def is_complete(self) -> bool:
+        """Whether all copies are in place."""
         return self.is_settled and not self.failures

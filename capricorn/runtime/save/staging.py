@@ -19,14 +19,14 @@ from capricorn.runtime.store.slot import Slot
 
 
 class Stager(Protocol):
-    """How bytes come from the live state into a slot."""
+    """Copies bytes from the live state into a slot."""
 
     def mark(self) -> None:
-        """On the training thread, after an update: what is enqueued so far must have run before a copy may start."""
+        """Marks, on the training thread after an update, what must have run before a copy may start."""
         ...
 
     def copy(self, slot: Slot) -> Iterator[int]:
-        """On the staging thread: yields the index of each block once its bytes are in the slot, in order."""
+        """Yields, on the staging thread, the index of each block once its bytes are in the slot, in order."""
         ...
 
     def close(self) -> None: ...
@@ -53,20 +53,20 @@ class BlockCopies:
 
 
 def payload_of(slot: Slot) -> Tensor:
-    """The payload of a slot as a uint8 tensor over the same memory."""
+    """Returns the payload of a slot as a uint8 tensor over the same memory."""
     if not slot.layout.payload_bytes:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(slot.payload, dtype=torch.uint8)
 
 
-class HostStager:
+class CpuStager:
     """Copies on the calling thread; a torch copy holds the GIL for its launch only."""
 
     def __init__(self, state: FlatState, slots: list[Slot]) -> None:
         self._copies = {slot.path: BlockCopies(state, slot) for slot in slots}
 
     def mark(self) -> None:
-        """Nothing runs behind our back on the CPU."""
+        """Does nothing: on the CPU an update has run when it returns."""
 
     def copy(self, slot: Slot) -> Iterator[int]:
         for index, copies in enumerate(self._copies[slot.path].by_block):
@@ -79,7 +79,7 @@ class HostStager:
 
 
 AHEAD = 8
-"""Blocks whose copies are enqueued before the first of them has landed."""
+"""Number of blocks whose copies are enqueued before the first of them has landed."""
 
 
 class CudaStager:
@@ -115,7 +115,7 @@ class CudaStager:
             yield index
 
     def _enqueue(self, copies: list[tuple[Tensor, Tensor]]) -> torch.cuda.Event:
-        """Yields what tells when these have landed."""
+        """Enqueues copies; returns an event that tells when they have landed."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
             for place, live in copies:
@@ -135,5 +135,9 @@ def _cudart() -> Any:
 
 
 def make_stager(state: FlatState, slots: list[Slot], device: torch.device) -> Stager:
-    """The stager for that device."""
-    return CudaStager(state, slots, device) if device.type == "cuda" else HostStager(state, slots)
+    """Returns the stager of a device.
+
+    Raises:
+        StoreError: CUDA cannot pin the memory of the slots.
+    """
+    return CudaStager(state, slots, device) if device.type == "cuda" else CpuStager(state, slots)

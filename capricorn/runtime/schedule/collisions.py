@@ -1,4 +1,4 @@
-"""What part of the checkpoint traffic ran into communication of the training. Knows times and bytes alone."""
+"""Counts which part of the checkpoint traffic ran into communication of the training. Knows times and bytes alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from capricorn.units import Bytes, Seconds
 
 
 class Collisions:
-    """The communications of one rank, against what it sent.
+    """Sets the communications of one rank against what it sent.
 
     A rank that waits for a straggler holds nobody up, so of a communication only its last `moving_s` count.
     """
@@ -24,17 +24,18 @@ class Collisions:
         self._begin_s: Seconds = 0.0
 
     def begin(self, now_s: Seconds) -> None:
-        """This rank has come to a communication."""
+        """Notes that this rank has come to a communication."""
         self._begin_s = now_s
 
     def end(self, op: OpKey, now_s: Seconds) -> None:
-        """The communication is done."""
+        """Notes that the communication is done."""
         self._busy.append((max(self._begin_s, now_s - self.moving_s.get(op, now_s)), now_s))
 
     def take(self, sent: Sequence[ChunkEvent]) -> Bytes:
-        """Bytes of these transfers, in any order, that left during the communications since the last call or before it.
+        """Returns how many bytes of these transfers left during communications.
 
-        What leaves spreads evenly over the duration of its transfer.
+        The communications are those since the last call or the one before it; the transfers come in any order. What
+        leaves spreads evenly over the duration of its transfer.
         """
         # A transfer is told of once it has ended, and may have begun before the last call.
         before, self._before = self._before, [self._busy.popleft() for _ in range(len(self._busy))]
@@ -48,7 +49,7 @@ class Collisions:
 
 
 def _share(event: ChunkEvent, busy: Sequence[tuple[Seconds, Seconds]]) -> float:
-    """How much of a transfer's duration lies in these intervals."""
+    """Returns the fraction of a transfer's duration that lies in these intervals."""
     lasted_s = event.end_s - event.begin_s
     if lasted_s <= 0:
         return 0.0

@@ -31,23 +31,27 @@ class Clock(Protocol):
         ...
 
     def settle(self) -> None:
-        """Returns when all moments marked so far are reached."""
+        """Returns when all moments marked so far are reached.
+
+        Raises:
+            CapricornError: they are not reached within DEADLINE_S.
+        """
         ...
 
     def close(self) -> None: ...
 
 
-class HostClock:
-    """On the CPU what was launched is done."""
+class CpuClock:
+    """The clock of the CPU, where everything launched is done at once."""
 
     def at(self, reached: Reached) -> None:
         reached(time.perf_counter())
 
     def settle(self) -> None:
-        """They are."""
+        """Returns at once."""
 
     def close(self) -> None:
-        """Nothing runs."""
+        """Does nothing, as nothing runs."""
 
 
 class CudaClock:
@@ -82,5 +86,5 @@ class CudaClock:
 
 
 def make_clock(device: torch.device) -> Clock:
-    """The clock of that device."""
-    return CudaClock(device) if device.type == "cuda" else HostClock()
+    """Returns the clock of a device."""
+    return CudaClock(device) if device.type == "cuda" else CpuClock()

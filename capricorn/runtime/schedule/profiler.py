@@ -20,7 +20,7 @@ class Profiler:
     """Stamps begin and end of each op of the iterations that are asked for."""
 
     def __init__(self, clock: Clock, group: dist.ProcessGroup, offset_s: Callable[[], Seconds | None]) -> None:
-        """`offset_s` yields what to add to the time here for the time on rank 0, if that is known."""
+        """`offset_s` returns what to add to the time here to get that on rank 0, if it is known."""
         self._clock, self._group, self._offset_s = clock, group, offset_s
         self._world_size = dist.get_world_size(group)
         self._iteration: int | None = None
@@ -35,22 +35,24 @@ class Profiler:
         return self._iteration is not None
 
     def start(self, iteration: int) -> None:
-        """Measures from here to `share`."""
+        """Starts to measure an iteration, until `share`."""
         self._iteration = iteration
         self._ops, self._begins_s, self._ends_s = [], {}, {}
         self._clock.at(self._start)
 
     def begin(self, op: OpKey) -> None:
+        """Stamps the begin of an op."""
         begins_s = self._begins_s
         self._ops.append(op)
         self._clock.at(lambda now_s: begins_s.__setitem__(op, now_s))
 
     def end(self, op: OpKey) -> None:
+        """Stamps the end of an op."""
         ends_s = self._ends_s
         self._clock.at(lambda now_s: ends_s.__setitem__(op, now_s))
 
     def share(self) -> tuple[OpKey, ...]:
-        """The iteration is over: starts to tell the others; its ops in the order they began. Collective."""
+        """Starts to tell the others of the measured iteration; returns its ops in the order they began. Collective."""
         assert self._iteration is not None
         self._clock.settle()
         ops = self._ops
@@ -65,7 +67,7 @@ class Profiler:
         return tuple(ops)
 
     def take(self, tokens: Mapping[int, tuple[int, ...]]) -> IterationProfile | None:
-        """The last iteration that was shared, once; `tokens` are its loads."""
+        """Returns the iteration that was shared last, once; `tokens` are its loads."""
         if self._shared is None:
             return None
         (iteration, ops, work, rows), self._shared = self._shared, None
@@ -83,6 +85,9 @@ class Profiler:
 
 
 def _zeros(rows: Sequence[torch.Tensor]) -> list[Seconds]:
-    """By rank: the time from which its times count; where some clock is unknown, the begin of the iteration on each."""
+    """Returns, by rank, the time from which its times count.
+
+    That is the earliest begin of the iteration; if some clock is unknown, the begin on that rank itself.
+    """
     starts_s = [float(row[1]) for row in rows]
     return [min(starts_s)] * len(rows) if all(row[0] for row in rows) else starts_s

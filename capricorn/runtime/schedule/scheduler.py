@@ -1,7 +1,7 @@
-"""Follows the iterations of one rank for its planner: opens and closes the gate, has ops measured when that is wanted,
-and reckons what the checkpoint traffic of each iteration did.
+"""Follows the iterations of one rank for its planner: opens and closes the gate, and has ops measured when that is
+wanted.
 
-On the training thread. Knows no store and no slot.
+Books what the checkpoint traffic of each iteration did. On the training thread. Knows no store and no slot.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FIRST_QUESTIONS = 8
 
 @dataclass(frozen=True, slots=True)
 class _Edges:
-    """Which ops open and close which idle spans."""
+    """The ops that open and close the idle spans."""
 
     opens: dict[OpKey | None, int]
     closes: dict[OpKey, int]
@@ -63,7 +63,17 @@ class Scheduler(TrainerHook):
         ends: Sequence[int],
         world_size: int,
     ) -> None:
-        """`ends` are the ranks whose links the traffic of this one uses: its own and its hosts'."""
+        """Connects the parts.
+
+        Args:
+            planner: decides what is sent when.
+            gate: is opened and closed as training goes along.
+            clock: tells when an op that was launched is reached.
+            profiler: measures the ops of an iteration.
+            signals: tell the owners of idle spans.
+            ends: the ranks whose links the traffic of this one uses: its own and its holders'.
+            world_size: number of ranks.
+        """
         self._planner, self._gate, self._clock, self._profiler = planner, gate, clock, profiler
         self._signals, self._ends, self._world_size = signals, ends, world_size
         self._idle_s: Seconds = 0.0
@@ -75,12 +85,12 @@ class Scheduler(TrainerHook):
         self._profiled_tokens: dict[int, tuple[int, ...]] = {}
         self._planning = Planning()
         self._lost_s = self._cost_s = 0.0
-        self._heard = (0.0, 0.0)
+        self._greatest_losses_s = (0.0, 0.0)
 
     # --- plans, between iterations -------------------------------------------------------------------------------
 
     def plan(self, iteration: int, link: LinkModel | None, *, is_late: bool = False) -> Plan:
-        """How to send the checkpoint of that iteration over such a link; without one, all of it is overflow.
+        """Returns how to send the checkpoint of an iteration over such a link; without a link, all of it is overflow.
 
         `is_late` if it had to wait for the one before.
         """
@@ -94,7 +104,7 @@ class Scheduler(TrainerHook):
         now.link_bytes_per_s = link.bytes_per_s if link is not None else 0.0
         return self._plan
 
-    def learn(self) -> None:
+    def take_profile(self) -> None:
         """Takes in what was measured of the last iteration; collective."""
         with self._timed("profile_s"):
             profile = self._profiler.take(self._profiled_tokens)
@@ -104,42 +114,42 @@ class Scheduler(TrainerHook):
                 durations_s = profile.span_s()
                 self._idle_s = sum(map(min, zip(*(durations_s[rank] for rank in self._ends), strict=True)))
 
-    def overdue(self) -> None:
-        """The checkpoint on its way holds up the next one."""
-        self._gate.note_overdue()
+    def note_deadline_missed(self) -> None:
+        """Notes that the checkpoint on its way holds up the next one."""
+        self._gate.note_deadline_missed()
 
     def overflow(self, waited_s: Seconds) -> None:
-        """An update has waited so long for chunks to leave."""
+        """Notes that an update has waited so long for chunks to leave."""
         self._planning.overflow_s += waited_s
         self._lost_s += waited_s
 
     def book(self, sent: Sequence[ChunkEvent]) -> None:
         """Sets what was sent since the last call against what the link did meanwhile."""
         now = self._planning
-        pressed_bytes = sum(event.num_bytes for event in sent if event.is_pressed)
+        urgent_bytes = sum(event.num_bytes for event in sent if event.is_pressed)
         # What had to leave whatever happened is overflow, also where it collided.
-        free = [event for event in sent if not event.is_pressed]
-        colliding_bytes = self._collisions.take(free)
-        now.overflow_bytes += pressed_bytes
+        not_urgent = [event for event in sent if not event.is_pressed]
+        colliding_bytes = self._collisions.take(not_urgent)
+        now.overflow_bytes += urgent_bytes
         now.colliding_bytes += colliding_bytes
-        now.hidden_bytes += sum(event.num_bytes for event in free) - colliding_bytes
+        now.hidden_bytes += sum(event.num_bytes for event in not_urgent) - colliding_bytes
         if now.link_bytes_per_s:
             collision_s = colliding_bytes / now.link_bytes_per_s
             now.collision_s += collision_s
             self._lost_s += collision_s
 
     def take_losses(self) -> tuple[Seconds, Seconds]:
-        """Since the last call: what collisions and overflow cost, and what profiling and planning did, on this rank."""
+        """Returns what collisions and overflow, and profiling and planning, cost this rank since the last call."""
         taken = self._lost_s, self._cost_s
         self._lost_s = self._cost_s = 0.0
         return taken
 
-    def hear_losses(self, lost_s: Seconds, cost_s: Seconds) -> None:
-        """The same of the rank that lost most."""
-        self._heard = (self._heard[0] + lost_s, self._heard[1] + cost_s)
+    def note_losses(self, lost_s: Seconds, cost_s: Seconds) -> None:
+        """Notes the losses of the rank that lost most."""
+        self._greatest_losses_s = (self._greatest_losses_s[0] + lost_s, self._greatest_losses_s[1] + cost_s)
 
     def take(self) -> Planning:
-        """What planning did since the last call."""
+        """Returns what planning did since the last call."""
         taken, self._planning = self._planning, Planning()
         self._planning.link_bytes_per_s = taken.link_bytes_per_s
         taken.risk, taken.drift, taken.idle_s = self._plan.risk, self._planner.drift, self._idle_s
@@ -196,8 +206,8 @@ class Scheduler(TrainerHook):
             with self._timed("profile_s"):
                 self._edges = _Edges.of(spans_of(self._profiler.share()))
                 self._profiled_tokens = dict(self._tokens)
-        self._planner.note(iteration, *self._heard)
-        self._heard = (0.0, 0.0)
+        self._planner.note(iteration, *self._greatest_losses_s)
+        self._greatest_losses_s = (0.0, 0.0)
 
     # --- spans ---------------------------------------------------------------------------------------------------
 
@@ -211,7 +221,7 @@ class Scheduler(TrainerHook):
             self._clock.at(lambda now_s: self._open(number, now_s, limit))
 
     def _open(self, number: int, begin_s: Seconds, limit: Limit) -> None:
-        """Tells the begin of a span to the owners we host and to our own gate."""
+        """Tells the begin of a span to the owners whose replicas are kept here, and to this rank's own gate."""
         self._signals.tell(number)
         self._gate.open(number, begin_s, limit)
 
@@ -230,13 +240,22 @@ class Scheduler(TrainerHook):
 
 
 def make_scheduler(
-    job: JobContext, planner: Planner, gate: Gate, secret: bytes, hosts: Sequence[int], owners: Sequence[int]
+    job: JobContext, planner: Planner, gate: Gate, secret: bytes, holders: Sequence[int], owners: Sequence[int]
 ) -> Scheduler:
-    """The scheduler of a rank that sends to `hosts` and keeps replicas of `owners`; collective."""
+    """Returns the scheduler of a rank; collective.
+
+    Args:
+        job: who and where this rank is.
+        planner: decides what is sent when.
+        gate: lets chunks pass.
+        secret: known to the ranks of this attempt alone.
+        holders: the ranks that keep replicas of this one's state.
+        owners: the ranks whose replicas this one keeps.
+    """
     clock = make_clock(job.device)
     signals = IdleSignals(job.rank, job.address, secret, job.topology.world_size)
     try:
-        signals.start(gather_addresses(job.control_group, signals.address), owners, hosts, gate.hear)
+        signals.start(gather_addresses(job.control_group, signals.address), owners, holders, gate.hear)
         for _ in range(FIRST_QUESTIONS):
             signals.ask_time()
         profiler = Profiler(clock, job.control_group, signals.offset_s)
@@ -244,4 +263,4 @@ def make_scheduler(
         signals.close()
         clock.close()
         raise
-    return Scheduler(planner, gate, clock, profiler, signals, [job.rank, *hosts], job.topology.world_size)
+    return Scheduler(planner, gate, clock, profiler, signals, [job.rank, *holders], job.topology.world_size)

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import stat
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from pydantic import ValidationError
 
 from capricorn.config.fields import FrozenModel
 from capricorn.errors import ConfigError, StoreError
-from capricorn.runtime.store.slot import COMPLETE, Layout, Slot, Tap, read_header
+from capricorn.runtime.store.slot import AUDIT_EVENT, COMPLETE, Layout, Slot, read_header
 from capricorn.sizing.memory import NUM_SLOTS
 from capricorn.systems.interface import Copy
 from capricorn.topology import Topology
@@ -34,7 +35,7 @@ _SLOT_NAME = re.compile(r"owner(\d+)\.slot\d+")
 
 
 class NodeFacts(FrozenModel):
-    """What a store says of its node."""
+    """The content of `node.json`: which node of which run a store belongs to."""
 
     format: int
     run_id: str
@@ -44,11 +45,9 @@ class NodeFacts(FrozenModel):
 
 
 class NodeStore:
-    """One node's copies; implements `MemoryStore`. Each owner's slots have one writer at a time."""
+    """The copies that one node keeps; implements `MemoryStore`. Each owner's slots have one writer at a time."""
 
-    def __init__(self, folder: Path, facts: NodeFacts, tap: Tap | None = None) -> None:
-        """`tap` is called before each change of the hosted copies and their layouts."""
-        self._tap = tap
+    def __init__(self, folder: Path, facts: NodeFacts) -> None:
         self.folder, self.run_id, self.node = folder, facts.run_id, facts.node
         self.topology = Topology(facts.num_nodes, facts.ranks_per_node)
         self._slots: dict[int, list[Slot]] = {}
@@ -57,6 +56,12 @@ class NodeStore:
     @classmethod
     def create(cls, folder: Path, run_id: str, node: int, topology: Topology) -> Self:
         """Makes the folder of an empty store, readable by its user alone.
+
+        Args:
+            folder: of this node, in the folder of the run.
+            run_id: names the run.
+            node: this node.
+            topology: of the run.
 
         Raises:
             StoreError: it cannot be made, or it or the folder around it is not ours alone.
@@ -79,7 +84,7 @@ class NodeStore:
         return cls(folder, facts)
 
     @classmethod
-    def open(cls, folder: Path, tap: Tap | None = None) -> Self:
+    def open(cls, folder: Path) -> Self:
         """The store in a folder that `create` made.
 
         Raises:
@@ -89,28 +94,35 @@ class NodeStore:
         if facts.get("format") != _FORMAT:
             raise StoreError(f"{folder} is a store of format {facts.get('format')!r}; this version reads {_FORMAT}")
         try:
-            return cls(folder, NodeFacts.model_validate(facts), tap)
+            return cls(folder, NodeFacts.model_validate(facts))
         except (ValidationError, ConfigError):
             raise StoreError(f"{folder / _NODE} is damaged: it does not describe a node") from None
 
-    def host(self, owner: int, layout: Layout, num_slots: int = NUM_SLOTS) -> list[Slot]:
-        """The slots for that owner, made if need be; what survives in them is kept.
+    def open_slots(self, owner: int, layout: Layout, num_slots: int = NUM_SLOTS) -> list[Slot]:
+        """Returns the slots of an owner; those that are missing are made, and what survives in the others is kept.
 
-        One more than usual lets one of them be pinned.
+        One more slot than usual allows one of them to be pinned.
 
         Raises:
             StoreError: there is no room, or they hold a state of another layout.
         """
         if owner not in self._slots:
             paths = [self.folder / f"owner{owner}.slot{k}" for k in range(num_slots)]
-            self._slots[owner] = [Slot(path, owner, layout, tap=self._tap) for path in paths]
+            self._slots[owner] = [Slot(path, owner, layout) for path in paths]
         return self._slots[owner]
 
     def begin(self, owner: int, iteration: int, keep: int, attempt: int = 0) -> Slot:
-        """The slot to write that iteration into: never the one that holds `keep`, the newest complete on all ranks.
+        """Returns the slot to write an iteration into: never one that is pinned, nor the one that holds `keep`.
 
-        Nor one that is pinned. A damaged slot is taken first, then the oldest. Source: Gemini, SOSP'23, section 4 (two
-        buffers a replica).
+        A damaged slot is taken first, then the oldest.
+
+        Source: Gemini, SOSP'23, section 4 (two buffers a replica).
+
+        Args:
+            owner: whose state is written.
+            iteration: of that state.
+            keep: the newest iteration that is complete on all ranks; 0 is none.
+            attempt: counts the starts of the job.
         """
         kept = self.read(owner, keep) if keep else None
         free = (slot for slot in self._slots[owner] if slot is not kept and slot not in self._pinned)
@@ -125,11 +137,11 @@ class NodeStore:
         copy.abort()
 
     def read(self, owner: int, iteration: int) -> Slot | None:
-        """The slot that is a complete copy of that iteration, by its header; None if there is none."""
+        """Returns the slot that is a complete copy of that iteration, by its header; None if there is none."""
         return next((slot for slot in self._slots.get(owner, []) if slot.holds(iteration)), None)
 
     def pin(self, slot: Slot) -> None:
-        """Keeps what the slot holds until `unpin`, or until the process ends."""
+        """Keeps the content of a slot until `unpin`, or until the process ends."""
         self._pinned.append(slot)
 
     def unpin(self, slot: Slot) -> None:
@@ -137,12 +149,12 @@ class NodeStore:
         self._pinned.remove(slot)
 
     def iterations(self, owner: int) -> list[int]:
-        """Iterations of which a hosted owner has a complete copy here, by their headers."""
+        """Returns the iterations of which an owner has a complete copy here, by their headers."""
         headers = (slot.header for slot in self._slots[owner] if slot.is_complete)
         return [header.iteration for header in headers if header is not None]
 
     def forget_after(self, iteration: int) -> None:
-        """Empties the hosted copies of later iterations: after a rollback they belong to an abandoned future."""
+        """Empties the slots of later iterations: after a rollback they belong to an abandoned future."""
         for slots in self._slots.values():
             for slot in slots:
                 header = slot.header
@@ -150,7 +162,7 @@ class NodeStore:
                     slot.abort()
 
     def manifest_path(self, owner: int) -> Path:
-        """Where the layout of that owner's state lies."""
+        """Returns the file that holds the layout of that owner's state."""
         return self.folder / f"owner{owner}.json"
 
     def write_manifest(self, owner: int, manifest: str) -> None:
@@ -162,15 +174,14 @@ class NodeStore:
         path = self.manifest_path(owner)
         if path.exists() and path.read_text(encoding="utf-8", errors="replace") == manifest:
             return  # after a restart, when there may be no room for it any more
-        if self._tap is not None:
-            self._tap("manifest")
+        sys.audit(AUDIT_EVENT, "manifest")
         try:
             _write_text(path, manifest)
         except OSError as error:
             raise StoreError(f"cannot write {path}: {error.strerror}; make room there, or set store.root") from None
 
     def inventory(self) -> list[Copy]:
-        """Every slot in the folder, from its header alone."""
+        """Returns every slot in the folder, as its header alone describes it."""
         copies = []
         for path in sorted(self.folder.iterdir()):
             if (match := _SLOT_NAME.fullmatch(path.name)) is None:
@@ -185,7 +196,7 @@ class NodeStore:
         return copies
 
     def verify(self, copy: Copy) -> bool:
-        """Whether every block of a complete copy matches its checksum."""
+        """Tells whether every block of a complete copy matches its checksum."""
         header = read_header(copy.path)
         if header is None or header.state != COMPLETE or copy.path.stat().st_size != header.layout.file_bytes:
             return False
@@ -221,7 +232,7 @@ class StoreFolder:
 
 
 class RunLock:
-    """The folder of a run and the lock that tells it from a leftover, held until `release`; flock ends with us."""
+    """The folder of a run and the lock that tells it from a leftover; `release` or the end of the process frees it."""
 
     def __init__(self, root: Path, run_id: str) -> None:
         """Makes and locks the folder.
@@ -248,7 +259,7 @@ class RunLock:
 
 
 def find_stores(root: Path) -> list[StoreFolder]:
-    """The stores of all runs below a root, live or left over, sorted by name."""
+    """Returns the stores of all runs below a root, live or left over, sorted by name."""
     named = [path for pattern in ("*", ".*") for path in root.glob(pattern) if path.is_dir() and not path.is_symlink()]
     # A name with a dot is that of a run which was killed before its folder was locked and renamed.
     return [_describe(path) for path in sorted(named) if path.name.removeprefix(".").startswith(RUN_PREFIX)]

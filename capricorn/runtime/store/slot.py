@@ -1,7 +1,13 @@
 """One slot of the memory store: a file on tmpfs that holds one owner's state of one iteration, mapped into memory.
 
-A slot is a header page (with a checksum of its own), a table of one xxh3 checksum per block, and the payload. Its state
-goes EMPTY -> WRITING -> COMPLETE, and a header torn by a kill reads as damaged, never as complete.
+A slot is a header page (with a checksum of its own), a table of one xxh3 checksum per block, and the payload.
+
+    state      entered by   what the slot holds
+    EMPTY      `abort`      nothing; also when the file is new
+    WRITING    `begin`      a part of the iteration in its header
+    COMPLETE   `commit`     all of it, and the checksum of its table
+
+A header torn by a kill reads as damaged, never as complete.
 """
 
 from __future__ import annotations
@@ -10,10 +16,10 @@ import errno
 import mmap
 import os
 import struct
-from collections.abc import Callable
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, Self, TypeAlias
+from typing import Final, Self
 
 import xxhash
 
@@ -26,15 +32,16 @@ _STATES = (EMPTY, WRITING, COMPLETE)
 _MAGIC, _VERSION = b"CAPRSLOT", 1
 _FIELDS = struct.Struct("<8sIIIIQQQQQ")
 _CHECKSUM = struct.Struct("<Q")
-Tap: TypeAlias = Callable[[str], None]
-"""Hears of each change right before it is made: `create`, `begin`, `block`, `commit`, `abort`, `manifest`."""
+AUDIT_EVENT: Final = "capricorn.store"
+"""Python's audit event right before each change of a hosted copy or its layout, with what it is: `create`, `begin`,
+`block`, `commit`, `abort`, `manifest`."""
 _MADV_POPULATE_WRITE = 23  # not named by the mmap module of Python 3.11
 _POPULATED_BYTES: Final = 64 << 20
 """At a time, since the call keeps the GIL: a rank whose threads are held up for seconds would count as frozen."""
 
 
 def checksum(data: memoryview | bytes) -> int:
-    """64-bit xxh3; releases the GIL on large inputs, so it may run on a thread beside training."""
+    """Returns the 64-bit xxh3; releases the GIL on large inputs, so it may run on a thread beside training."""
     return xxhash.xxh3_64_intdigest(data)
 
 
@@ -61,14 +68,14 @@ class Layout:
         return self.payload_offset + -(-self.payload_bytes // PAGE) * PAGE
 
     def block(self, index: int) -> slice:
-        """Range of the payload that block `index` covers."""
+        """Returns the range of the payload that block `index` covers."""
         start = index * self.block_bytes
         return slice(start, min(start + self.block_bytes, self.payload_bytes))
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a slot says of itself."""
+    """The first page of a slot, which describes it."""
 
     state: str
     owner: int
@@ -86,7 +93,7 @@ class Header:
 
     @classmethod
     def unpack(cls, page: bytes) -> Self | None:
-        """The header in a page, or None if it is damaged or foreign."""
+        """Returns the header in a page, or None if it is damaged or foreign."""
         fields = page[: _FIELDS.size]
         tail = page[_FIELDS.size : _FIELDS.size + _CHECKSUM.size]
         if len(tail) < _CHECKSUM.size or _CHECKSUM.unpack(tail)[0] != checksum(fields):
@@ -98,7 +105,7 @@ class Header:
 
 
 def read_header(path: Path) -> Header | None:
-    """The header of a slot file, or None if it is damaged.
+    """Returns the header of a slot file, or None if it is damaged.
 
     Raises:
         StoreError: the file cannot be read.
@@ -111,17 +118,17 @@ def read_header(path: Path) -> Header | None:
         raise StoreError(f"cannot read {path}: {error.strerror}") from None
 
 
-class _TappedTable:
+class AuditedTable:
     """A table of checksums that tells of each block before its entry is written."""
 
-    def __init__(self, table: memoryview, tap: Tap) -> None:
-        self._table, self._tap, self.release = table, tap, table.release
+    def __init__(self, table: memoryview) -> None:
+        self._table, self.release = table, table.release
 
     def __getitem__(self, index: int) -> int:
         return int(self._table[index])
 
     def __setitem__(self, index: int, check: int) -> None:
-        self._tap("block")
+        sys.audit(AUDIT_EVENT, "block")
         self._table[index] = check
 
     def __bytes__(self) -> bytes:
@@ -136,13 +143,13 @@ class Slot:
         table: checksum of each block; the writer fills it before `commit`.
     """
 
-    def __init__(self, path: Path, owner: int, layout: Layout, *, create: bool = True, tap: Tap | None = None) -> None:
+    def __init__(self, path: Path, owner: int, layout: Layout, *, create: bool = True) -> None:
         """Maps the file, first making it and claiming all its memory if it is not there.
 
         Raises:
             StoreError: tmpfs is full, or the file belongs to a state of another layout.
         """
-        self.path, self.owner, self.layout, self._tap = path, owner, layout, tap
+        self.path, self.owner, self.layout = path, owner, layout
         try:
             fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT if create else 0), 0o600)
         except OSError as error:
@@ -160,8 +167,7 @@ class Slot:
             _prefault(self._map)
         view = memoryview(self._map)
         self.payload = view[layout.payload_offset : layout.payload_offset + layout.payload_bytes]
-        table = view[PAGE : PAGE + 8 * layout.num_blocks].cast("Q")
-        self.table = table if tap is None else _TappedTable(table, tap)
+        self.table = AuditedTable(view[PAGE : PAGE + 8 * layout.num_blocks].cast("Q"))
         if fresh:
             self._write("create", Header(EMPTY, owner, 0, 0, layout))
 
@@ -169,27 +175,27 @@ class Slot:
     def header(self) -> Header | None:
         return Header.unpack(self._map[:PAGE])
 
-    def part(self, start: int, stop: int) -> memoryview:
-        """Those bytes of the payload."""
+    def view(self, start: int, stop: int) -> memoryview:
+        """Returns these bytes of the payload."""
         return self.payload[start:stop]
 
-    def check(self, index: int) -> int:
-        """Checksum of that block."""
+    def checksum(self, index: int) -> int:
+        """Returns the checksum of a block, from the table."""
         return int(self.table[index])
 
     @property
     def is_complete(self) -> bool:
-        """Whether it is a complete copy of a state of our layout, by its header."""
+        """Whether it is a complete copy of a state of this layout, by its header."""
         header = self.header
         return header is not None and header.state == COMPLETE and header.layout == self.layout
 
     def holds(self, iteration: int) -> bool:
-        """Whether it is a complete copy of that iteration, by its header."""
+        """Tells whether it is a complete copy of that iteration, by its header."""
         header = self.header
         return self.is_complete and header is not None and header.iteration == iteration
 
     def begin(self, iteration: int, attempt: int) -> None:
-        """Gives up what it held and makes ready to be written."""
+        """Gives up what the slot held and makes it ready to be written."""
         self._write("begin", Header(WRITING, self.owner, attempt, iteration, self.layout))
 
     def commit(self) -> None:
@@ -200,11 +206,11 @@ class Slot:
         self._write("commit", replace(header, state=COMPLETE, table_checksum=checksum(bytes(self.table))))
 
     def abort(self) -> None:
-        """Declares it empty."""
+        """Declares the slot empty."""
         self._write("abort", Header(EMPTY, self.owner, 0, 0, self.layout))
 
     def damaged_block(self) -> int | None:
-        """Index of the first block that does not match its checksum (-1 for the table itself), None if all do."""
+        """Returns the first block that does not match its checksum; -1 stands for the table itself, None for none."""
         header = self.header
         if header is None or header.table_checksum != checksum(bytes(self.table)):
             return -1
@@ -221,14 +227,13 @@ class Slot:
             return
 
     def _write(self, call: str, header: Header) -> None:
-        if self._tap is not None:
-            self._tap(call)
+        sys.audit(AUDIT_EVENT, call)
         packed = header.pack()
         self._map[: len(packed)] = packed
 
 
 def _is_cut(fd: int, layout: Layout) -> bool:
-    """Whether a file that has not the size for that layout has nothing to lose: it is new, or was cut short."""
+    """Tells whether a file without the size of that layout has nothing to lose: it is new, or was cut short."""
     # Whoever is killed while it claims the memory, which takes a while, leaves an empty file.
     header = Header.unpack(os.pread(fd, PAGE, 0))
     return os.fstat(fd).st_size < layout.file_bytes and (header is None or header.layout == layout)

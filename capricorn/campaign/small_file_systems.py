@@ -1,0 +1,89 @@
+"""Small file systems for failures that fill one up: mounted for a campaign, and gone with it or with the next one."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import gettempdir, mkdtemp
+
+from capricorn.config.scenario import Scenario
+from capricorn.errors import CapricornError
+from capricorn.faults.filler_file import why_not_fill
+from capricorn.sizing.memory import STATE_BYTES_PER_PARAM, needs_of, total_params
+from capricorn.systems.settings import file_settings_of
+from capricorn.units import MIB, Bytes
+
+PREFIX, LOCK, MOUNT = "capricorn-small-", "lock", "fs"
+MARGIN_BYTES: Bytes = 8 * MIB
+ROOM = 1.25
+"""Size of a file system / what its run needs: enough, and soon full."""
+
+
+@contextmanager
+def small_file_system(needed_bytes: Bytes) -> Iterator[Path]:
+    """Mounts a tmpfs that holds so much and a little more; unmounts it at the end, whatever still uses it.
+
+    Raises:
+        CapricornError: this machine does not let us mount one.
+    """
+    folder = Path(mkdtemp(prefix=PREFIX))
+    with (folder / LOCK).open("w") as lock:
+        # Tells ours from the leftover of a command that was killed; it ends with us.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            yield _mount(folder / MOUNT, int(ROOM * needed_bytes) + MARGIN_BYTES)
+        finally:
+            _remove(folder)
+
+
+def needed_bytes(scenario: Scenario) -> Bytes:
+    """Returns what the stores of a run take, or a few checkpoints on the persistent tier if that is more."""
+    checkpoint_bytes = STATE_BYTES_PER_PARAM * total_params(scenario.model)
+    keep = max(file_settings_of(scenario).keep, scenario.persist.keep)
+    return max(needs_of(scenario, cuda=False).store_bytes, (keep + 2) * checkpoint_bytes)
+
+
+def why_no_mount(needed_bytes: Bytes) -> str:
+    """Returns why no file system of that size can be mounted here and filled; nothing if one can."""
+    if os.geteuid() != 0:
+        return "only root may mount the small file system that it needs"
+    try:
+        with small_file_system(needed_bytes) as folder:
+            return why_not_fill(folder)
+    except CapricornError as error:
+        return str(error)
+
+
+def remove_leftovers() -> None:
+    """Unmounts and removes what commands that were killed have left."""
+    for folder in Path(gettempdir()).glob(f"{PREFIX}*"):
+        try:
+            with (folder / LOCK).open("r") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove(folder)
+        except OSError:
+            continue  # of another command that is alive, or of another user
+
+
+def _mount(folder: Path, size_bytes: Bytes) -> Path:
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes},mode=0700", "capricorn-small", str(folder)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise CapricornError(f"cannot mount a small file system: {error.strerror}") from None
+    if done.returncode:
+        raise CapricornError(f"cannot mount a small file system: {done.stderr.strip()}")
+    return folder
+
+
+def _remove(folder: Path) -> None:
+    mount = folder / MOUNT
+    if mount.is_mount():
+        subprocess.run(["umount", "--lazy", str(mount)], capture_output=True, check=False)
+    shutil.rmtree(folder, ignore_errors=True)
