@@ -72,7 +72,14 @@ def restore_only(rank: int, folder: Path, subject: SystemUnderTest) -> Iterator[
 
 
 def lose_peer(rank: int, folder: Path, subject: SystemUnderTest, how: int) -> Iterator[dict[str, Any]]:
-    """One rank is gone while a checkpoint is on its way; the other goes on for as long as it can."""
+    """One rank is gone while a checkpoint is on its way; the other goes on for as long as it can.
+
+    Args:
+        rank: this one.
+        folder: of the job.
+        subject: the system.
+        how: the signal that the lost rank sends itself.
+    """
     toy = ToyRank(subject, rank, folder)
     system = toy.system
     last = system.first_iteration + NUM_SAVES - 2

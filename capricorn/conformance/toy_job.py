@@ -63,7 +63,14 @@ class ToyRank:
     """One rank of the job. Its state after iteration i is a pattern of its own for each tensor, plus i."""
 
     def __init__(self, subject: SystemUnderTest, rank: int, folder: Path, *, attempt: int = 0) -> None:
-        """Attaches a new system to the state before the first iteration; collective over all ranks."""
+        """Attaches a new system to the state before the first iteration; collective over all ranks.
+
+        Args:
+            subject: the system.
+            rank: this one.
+            folder: of the job, see `make_folder`.
+            attempt: counts the starts of the job, from 0.
+        """
         self.rank = rank
         self.tensors = {key: tensor for key, tensor in _tensors(subject.large).items() if key not in subject.without}
         generator = torch.Generator().manual_seed(rank)

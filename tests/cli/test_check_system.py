@@ -15,6 +15,7 @@ from capricorn.cli.main import main
 
 from capricorn.conformance.rules import RULES
 from capricorn.conformance.traces import files_in
+from tests.support.processes import children_of
 from tests.support.runs import PROGRAM, command, polls
 from tests.support.sources import ROOT
 
@@ -76,9 +77,9 @@ def test_an_interrupt_leaves_no_process_and_no_file(tmp_path: Path) -> None:
         start_new_session=True,
     ) as process:
         for _ in polls(60.0):
-            if len(psutil.Process(process.pid).children(recursive=True)) >= 3:  # the server and two ranks
+            if len(children_of(process.pid)) >= 3:  # the server and two ranks
                 break
-        children = psutil.Process(process.pid).children(recursive=True)
+        children = children_of(process.pid)
         time.sleep(0.2)
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=60.0)
