@@ -6,6 +6,7 @@ answers with a line of JSON what each has told and which processes have outlived
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -114,7 +115,8 @@ class _Attempt:
         left = children_of(os.getpid())
         said = list(map(describe, left))
         for process in psutil.Process().children(recursive=True):
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended in between
+                process.kill()
         return said
 
     def told(self, rank: int, late: list[int]) -> Facts:

@@ -62,7 +62,7 @@ def each_system_and_rule() -> Iterator[Any]:
             yield pytest.param(system, rule, marks=marks, id=f"{system}-{rule}")
 
 
-@pytest.mark.parametrize(("system", "rule"), each_system_and_rule())
+@pytest.mark.parametrize(("system", "rule"), [*each_system_and_rule()])
 def test_the_rule_holds(system: str, rule: str, evidence_of: EvidenceOf) -> None:
     assert_keeps([rule], evidence_of(under_test(system))[0])
 

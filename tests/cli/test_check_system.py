@@ -9,11 +9,13 @@ import subprocess
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from capricorn.cli.main import main
 
 from capricorn.conformance.rules import RULES
-from tests.support.processes import children_of, command_of
+from capricorn.conformance.traces import files_in
+from tests.support.processes import children_of
 from tests.support.runs import PROGRAM, command, polls
 from tests.support.sources import ROOT
 
@@ -21,7 +23,7 @@ OWN = f"{ROOT}/examples/own_system.py:RawFiles"
 
 
 def test_the_example_of_an_own_system_keeps_every_rule() -> None:
-    done = command("check-system", OWN, "--timeout", "2", "--json")
+    done = command("check-system", OWN, "--timeout", "3", "--json")
     found = json.loads(done.stdout)
     assert [row for row in found["rows"] if row["verdict"] != "PASS"] == []
     assert [row["rule"] for row in found["rows"]] == [rule.name for rule in RULES]
@@ -75,13 +77,13 @@ def test_an_interrupt_leaves_no_process_and_no_file(tmp_path: Path) -> None:
         start_new_session=True,
     ) as process:
         for _ in polls(60.0):
-            children = children_of(process.pid)
-            if len(children) >= 3:  # the server and two ranks
+            if len(children_of(process.pid)) >= 3:  # the server and two ranks
                 break
+        children = children_of(process.pid)
         time.sleep(0.2)
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=60.0)
     assert process.returncode == 130, stderr
     assert len(children) >= 3
-    assert not any(map(command_of, children))
-    assert list(tmp_path.iterdir()) == []
+    assert not any(map(psutil.Process.is_running, children))
+    assert files_in(tmp_path) == []

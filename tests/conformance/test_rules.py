@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from capricorn.conformance.evidence import Evidence
+from capricorn.conformance.rank_functions import restore_only
 from capricorn.conformance.rules import RULES, choose
 from capricorn.conformance.under_test import SETUP, under_test
 from capricorn.errors import CapricornError, ConfigError
@@ -18,7 +19,7 @@ BROKEN = {
     "TornState": ("isolation", "large of iterations [7]"),
     "LostRank": ("every-rank", "rank 1 did not get its own state"),
     "StateChanged": ("no-change", "saving changed odd in iteration 1"),
-    "Leftovers": ("leftovers", "1 more threads (Python's: forgotten), process"),
+    "Leftovers": ("leftovers", "(Python's: forgotten), process"),
     "NoDeadline": ("dead-peer", "rank 0 did not come to an end in time: it is in File"),
     "CountsTooEarly": ("counts", "counts a checkpoint as complete before its iteration"),
     "KeepsAll": ("growth", "remove older checkpoints"),
@@ -63,8 +64,6 @@ def test_a_system_that_is_not_there_is_the_users_mistake(name: str) -> None:
         find(name)
 
 
-def test_a_system_whose_module_fails_in_the_ranks_is_an_error_that_names_it(tmp_path: Path) -> None:
-    file = tmp_path / "bad.py"
-    file.write_text("raise OSError('no such disk')")
-    with pytest.raises(CapricornError, match=r"bad\.py:Bad cannot be loaded: .*no such disk"):
-        assert Evidence(under_test(f"{file}:Bad"), server(), tmp_path / "work").restarted
+def test_a_system_that_the_ranks_cannot_load_is_an_error_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises(CapricornError, match=r"system no\.such:System cannot be loaded: ConfigError"):
+        server().run(restore_only, tmp_path, under_test("no.such:System"))
