@@ -106,7 +106,7 @@ _OUTPUT_OPTIONS: Options = (
 
 def listed(context: click.Context, parameter: click.Parameter, values: Sequence[str]) -> tuple[str, ...]:
     """Returns the words of all values, each a list with commas."""
-    return tuple(word.strip() for value in values for word in value.split(",") if word.strip())
+    return tuple(word.strip() for value in values for word in value.split(","))
 
 
 def systems_option(default: str, description: str) -> Callable[[Command], Command]:
