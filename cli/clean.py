@@ -19,9 +19,8 @@ from .output import console
 @click.option("-n", "--dry-run", is_flag=True, help="List them only")
 def clean(root: Path, dry_run: bool) -> int:
     """Remove the stores of dead runs, and small file systems of dead campaigns; what is alive is never touched."""
+    from capricorn.campaign.small_file_systems import remove_leftovers
     from capricorn.runtime.store.node_store import find_stores, remove_store
-
-    from .campaign_ground import remove_leftovers
 
     if not root.is_dir():
         raise ConfigError(f"--root {root}: no such folder")

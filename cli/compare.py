@@ -164,11 +164,18 @@ def _carry_out(folder: Path, *, as_json: bool, quiet: bool, verbose: bool) -> in
 
 
 def _make_missing(folder: Path, record: CompareRecord, *, as_json: bool, quiet: bool, verbose: bool) -> int:
+    from capricorn.compare.compare_runner import CompareRunner
     from capricorn.compare.finished_runs import compare_planned
 
-    from .runner import Runner
+    from .display import watching_each
 
-    runner = Runner(folder, record, quiet=quiet or as_json, verbose=verbose)
+    is_quiet = quiet or as_json
+
+    def say(line: str) -> None:
+        if not is_quiet:
+            console().print(line, style="bold red", soft_wrap=True)
+
+    runner = CompareRunner(folder, record, watching_each(quiet=is_quiet, verbose=verbose), say)
     try:
         runner.run()
     finally:

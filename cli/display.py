@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TypeAlias
 
@@ -42,6 +42,11 @@ def watching(folders: list[Path], *, quiet: bool, verbose: bool, heading: Headin
             yield _Panel(folders, live, heading)
     else:
         yield _Lines(folders, out, verbose, heading)
+
+
+def watching_each(*, quiet: bool, verbose: bool) -> Callable[[Heading], AbstractContextManager[RunListener]]:
+    """Returns what makes the listener of each of several runs, below a heading of its own."""
+    return lambda heading: watching([], quiet=quiet, verbose=verbose, heading=heading)
 
 
 class _Quiet(RunListener):

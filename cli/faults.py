@@ -9,7 +9,14 @@ from typing import Any
 
 import rich_click as click
 
-from capricorn.campaign.campaign_record import GIVEN, CampaignRecord, counts, read_campaign, succeeded, write_campaign
+from capricorn.campaign.campaign_record import (
+    AS_CONFIGURED,
+    CampaignRecord,
+    counts,
+    read_campaign,
+    succeeded,
+    write_campaign,
+)
 from capricorn.compare.compare_record import alone_in
 from capricorn.config.fault_spec import FaultSpec
 from capricorn.errors import ConfigError
@@ -29,7 +36,7 @@ _TIME_UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 
 def _duration(context: click.Context, parameter: click.Parameter, text: str | None) -> float | None:
-    """Seconds written as `30s`, `5min` or `1h`.
+    """Returns the seconds that `30s`, `5min` or `1h` stand for.
 
     Raises:
         ConfigError: it is no such time, or none at all.
@@ -56,7 +63,7 @@ def _duration(context: click.Context, parameter: click.Parameter, text: str | No
     type=KIND_LIST,
     metavar="K,K",
     panel="Failures",
-    help="Draw failures of these kinds of `list faults` (default: all that apply)",
+    help="Draw failures of these kinds of `list faults`, or FILE.py:NAME (default: all built in that apply)",
 )
 @click.option(
     "--count",
@@ -105,7 +112,7 @@ def _duration(context: click.Context, parameter: click.Parameter, text: str | No
 def faults(
     resume: Path | None, repro: bool, number: int | None, out: Path, as_json: bool, quiet: bool, verbose: bool, **_: Any
 ) -> int:  # fmt: skip
-    """Strike systems with failures: does training go on exactly as if nothing had happened, and what is lost?
+    """Inject failures into systems: does training go on exactly as if nothing had happened, and what is lost?
 
     Each --fault is a case of its own; without any, --count of them are drawn. A case is one run of one system, judged
     by a run without failures. Exits with 1 unless Capricorn passes wherever a copy survives.
@@ -155,7 +162,7 @@ def _new_folder(out: Path, record: CampaignRecord) -> Path:
 
 def _carry_out(folder: Path, number: int | None, *, as_json: bool, quiet: bool, verbose: bool) -> int:
     """Makes the runs that are missing in the folder, and shows what the campaign then comes to."""
-    from .campaign_ground import remove_leftovers
+    from capricorn.campaign.small_file_systems import remove_leftovers
 
     remove_leftovers()
     with alone_in(folder):
@@ -175,16 +182,27 @@ def _require(record: CampaignRecord) -> None:
     from capricorn.launch.preflight import require
 
     for variant in record.variants:
-        require(record.undisturbed_scenario(GIVEN, variant.label))
+        require(record.undisturbed_scenario(AS_CONFIGURED, variant.label))
 
 
 def _runner(folder: Path, record: CampaignRecord, number: int | None, *, quiet: bool, verbose: bool) -> Any:
-    from .campaign_economics import EconomicsRunner
-    from .campaign_runner import CampaignRunner
+    from capricorn.campaign.campaign_runner import CampaignRunner
+    from capricorn.campaign.economics_runner import EconomicsRunner
 
+    from .display import watching_each
+
+    is_live = console().is_terminal and not verbose
+
+    def say(line: str, is_news: bool) -> None:
+        # On a terminal, where the display told it, only what is remarkable.
+        if not quiet and (is_news or not is_live):
+            console().print(line, style="yellow" if is_news else "", soft_wrap=True, markup=False)
+
+    # A pipe gets a line for each case, and those of its iterations only if asked for.
+    watch = watching_each(quiet=quiet or not (is_live or verbose), verbose=verbose)
     if record.economics is not None:
-        return EconomicsRunner(folder, record, quiet=quiet, verbose=verbose)
-    return CampaignRunner(folder, record, number, quiet=quiet, verbose=verbose)
+        return EconomicsRunner(folder, record, watch, say)
+    return CampaignRunner(folder, record, watch, say, number)
 
 
 def _show(folder: Path, record: CampaignRecord, *, as_json: bool, quiet: bool) -> None:
@@ -206,18 +224,11 @@ def _show(folder: Path, record: CampaignRecord, *, as_json: bool, quiet: bool) -
     for line in case_lines(record):
         console().print(line, soft_wrap=True)
     more = f"go on with: {PROGRAM} faults --resume {shlex.quote(str(folder))}"
-    console().print(str(folder) if is_whole(record) else more, soft_wrap=True, markup=False)
-
-
-def is_whole(record: CampaignRecord) -> bool:
-    """Whether nothing of it is left to be run."""
-    if record.economics is not None:
-        return len(record.economics.rows) == len(record.variants)
-    return all(case.judgement is not None for case in record.cases)
+    console().print(str(folder) if record.is_whole else more, soft_wrap=True, markup=False)
 
 
 def campaign_json(record: CampaignRecord) -> dict[str, Any]:
-    """What --json prints."""
+    """Returns what --json prints."""
     economics = record.economics
     return {
         "campaign_id": record.campaign_id,
@@ -225,7 +236,7 @@ def campaign_json(record: CampaignRecord) -> dict[str, Any]:
         "cases": [_case_json(case.model_dump(mode="json")) for case in record.cases],
         "not_run": [each.model_dump(mode="json") for each in record.not_run],
         "undisturbed": [
-            {"system": run.system, "ground": run.ground, "difference": run.difference} for run in record.undisturbed
+            {"system": run.system, "testbed": run.testbed, "difference": run.difference} for run in record.undisturbed
         ],
         "economics": None if economics is None else economics.model_dump(mode="json"),
     }

@@ -9,10 +9,12 @@ from typing import Any, TypeAlias
 import rich_click as click
 
 from capricorn.config.cluster import DEVICES, LOCAL, STORAGES, ClusterConfig
-from capricorn.config.fault_spec import KINDS, spelling
+from capricorn.config.fault_kinds import kind_of, known_kinds
+from capricorn.config.fault_spec import spelling
 from capricorn.config.presets import CLUSTERS, MODELS
 from capricorn.config.resolve import load_cluster, load_model
 from capricorn.config.setting_list import all_settings
+from capricorn.errors import ConfigError
 from capricorn.sizing.memory import STATE_BYTES_PER_PARAM, active_params, total_params
 from capricorn.systems.registry import known
 from capricorn.units import format_bytes, format_rate
@@ -93,7 +95,14 @@ def _cluster(name: str) -> dict[str, Any]:
 
 
 def _faults() -> Details:
-    return {name: {"spelling": spelling(name), "what": kind.what} for name, kind in KINDS.items()}
+    return {name: _fault(name) for name in known_kinds()}
+
+
+def _fault(name: str) -> dict[str, Any]:
+    try:
+        return {"spelling": spelling(name), "what": kind_of(name).what}
+    except ConfigError as error:  # an installed one that is broken must not hide the others
+        return {"spelling": NONE, "what": str(error)}
 
 
 def _settings() -> Details:

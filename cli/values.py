@@ -10,7 +10,8 @@ from click.shell_completion import CompletionItem
 from click.types import IntParamType, StringParamType
 
 from capricorn.config.cluster import LOCAL
-from capricorn.config.fault_spec import KINDS, spelling
+from capricorn.config.fault_kinds import KINDS
+from capricorn.config.fault_spec import spelling
 from capricorn.config.presets import CLUSTERS, MODELS
 from capricorn.config.scenario import ROUTER
 from capricorn.config.setting_list import Setting, all_settings, settings_in

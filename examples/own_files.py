@@ -1,42 +1,32 @@
-"""A system of one's own that writes files: each rank puts the raw bytes of its tensors into one file.
+"""Writes files: each rank puts the raw bytes of its tensors into one file, while training waits.
 
 capricorn-bench run --model mixtral-tiny --system examples/own_files.py:RawFiles
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from capricorn import FileCheckpoints, Library
 
 
-def bytes_of(tensor: Tensor) -> np.ndarray:
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-
-
 class OneFile(Library):
-    """Called by the training thread, which waits; `self.tensors` are the live tensors of this rank."""
+    """One file a rank; `self.tensors` are the live tensors that the rank owns."""
 
     def write(self, folder: Path) -> list[Path]:
         file = folder / f"rank{self.job.rank}.raw"
         with file.open("wb") as out:
             for tensor in self.tensors.values():
-                out.write(bytes_of(tensor))
+                out.write(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy())
         self.charge(file.stat().st_size)
         return [file]
 
     def load(self, folder: Path) -> None:
-        data = bytearray((folder / f"rank{self.job.rank}.raw").read_bytes())
-        self.charge(len(data))
-        offset = 0
-        for tensor in self.tensors.values():
-            saved = torch.frombuffer(data, dtype=torch.uint8, count=tensor.nbytes, offset=offset)
-            tensor.copy_(saved.view(tensor.dtype).view(tensor.shape))
-            offset += tensor.nbytes
+        saved = torch.frombuffer(bytearray((folder / f"rank{self.job.rank}.raw").read_bytes()), dtype=torch.uint8)
+        self.charge(saved.nbytes)
+        sizes = [tensor.nbytes for tensor in self.tensors.values()]
+        for tensor, part in zip(self.tensors.values(), saved.split(sizes), strict=True):
+            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
 
 
 class RawFiles(FileCheckpoints):

@@ -1,17 +1,20 @@
-"""What a campaign of injected failures is and how far it has come: its cases and their verdicts, as a record.
+"""What a campaign of injected faults is and how far it has come: its cases and their verdicts, as a record.
 
-Starts nothing; knows no torch and none of the samples that runs record. Which cases there are is told by `cases`.
+Starts nothing; knows no torch. Which cases there are is told by `cases`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Final, Literal, Self
+from typing import Annotated, Final, Literal, Self, TypeAlias
+
+from pydantic import AliasChoices, BeforeValidator, Field
 
 from capricorn.campaign.economics import Economics
 from capricorn.campaign.verdict import Judgement, Reference
 from capricorn.compare.compare_record import Variant
+from capricorn.config.fault_kinds import Mount
 from capricorn.config.fault_spec import FaultSpec
 from capricorn.config.fields import FrozenModel, validate
 from capricorn.config.scenario import Scenario
@@ -19,31 +22,36 @@ from capricorn.errors import CapricornError
 from capricorn.records.samples import read_record, write_record
 from capricorn.systems.registry import find
 from capricorn.systems.settings import override
+from capricorn.units import format_seconds
 
 SCHEMA_VERSION = 1
 CAMPAIGN = "campaign.json"
 CAPRICORN: Final = "capricorn"
+NO_COPY: Final = "no copy survived"
 
-GroundName = Literal["given", "links", "paced"]
+AS_CONFIGURED: Final = "as-configured"
+OLD_TESTBEDS: Final = {"given": AS_CONFIGURED}
+"""The names of today by those in older records, where a case had a `ground`."""
+TestbedName: TypeAlias = Annotated[
+    Literal["as-configured", "links", "paced"], BeforeValidator(lambda name: OLD_TESTBEDS.get(name, name))
+]
 """Where a case runs: as it was asked for, over emulated links, or so slowly that a disk keeps up."""
-GIVEN: Final[GroundName] = "given"
-Mount = Literal["", "store", "disk"]
-"""What of a case lies on a small file system of its own: nothing, the memory store, or the slow tier."""
+OLD_NAME: Final = AliasChoices("testbed", "ground")
 
 
 class Case(FrozenModel):
-    """One failure under one system, and what came of it."""
+    """One fault under one system, and what came of it."""
 
     number: int
-    """Of the failure, from 0; the same under all systems."""
+    """Number of the fault, from 0; the same under all systems."""
     system: str
-    """Its label."""
+    """Label of the system."""
     fault: FaultSpec
     repeat: int = 1
-    ground: GroundName = GIVEN
+    testbed: TestbedName = Field(default=AS_CONFIGURED, validation_alias=OLD_NAME)
     mount: Mount = ""
     persist_every: int = 0
-    """Iterations between two checkpoints on the slow tier; 0 is none."""
+    """Iterations between two checkpoints on the persistent tier; 0 is none."""
     repro: str = ""
     """The command that repeats it."""
     judgement: Judgement | None = None
@@ -55,7 +63,7 @@ class Case(FrozenModel):
 
 
 class NotRun(FrozenModel):
-    """Failures that cannot happen to a system, or on this machine."""
+    """A kind of fault that cannot happen to a system, or on this machine."""
 
     system: str
     kind: str
@@ -63,27 +71,27 @@ class NotRun(FrozenModel):
 
 
 class Undisturbed(FrozenModel):
-    """A run without failures; the first one on a ground is the reference of all others there."""
+    """A run without a fault; the first one on a testbed is the reference of all others there."""
 
-    ground: GroundName
+    testbed: TestbedName = Field(validation_alias=OLD_NAME)
     system: str
     reference: Reference | None
     """None if it did not come to its end."""
     difference: str = ""
-    """In what its losses or state are not those of the ground's reference; empty if they are."""
+    """How its losses or state differ from the reference of the testbed; empty if they do not."""
 
 
 class CampaignRecord(FrozenModel):
-    """`campaign.json`: failures that were injected by one command; folders of runs lie beside its own."""
+    """`campaign.json`: faults that were injected by one command; folders of runs lie beside its own."""
 
     schema_version: int = SCHEMA_VERSION
     campaign_id: str
     started_at: str
     """UTC, ISO 8601."""
     options: tuple[str, ...]
-    """Of the scenario, as they were given."""
-    scenarios: dict[GroundName, Scenario]
-    """By ground; resolved, and what all systems share."""
+    """The options of the scenario as words of the command line."""
+    scenarios: dict[TestbedName, Scenario]
+    """By testbed; resolved, and what all systems share."""
     variants: tuple[Variant, ...]
     keep_runs: bool = False
     """Whether also the folders of runs that passed are kept."""
@@ -92,34 +100,41 @@ class CampaignRecord(FrozenModel):
     undisturbed: tuple[Undisturbed, ...] = ()
     economics: Economics | None = None
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing of it is left to be run."""
+        if self.economics is not None:
+            return len(self.economics.rows) == len(self.variants)
+        return all(case.judgement is not None for case in self.cases)
+
     def with_case(self, case: Case) -> Self:
-        """The same with that case in its place."""
+        """Returns the record with that case in its place."""
         cases = tuple(case if old.key == case.key else old for old in self.cases)
         return self.model_copy(update={"cases": cases})
 
     def with_undisturbed(self, run: Undisturbed) -> Self:
         return self.model_copy(update={"undisturbed": (*self.undisturbed, run)})
 
-    def reference_of(self, ground: GroundName) -> Reference | None:
-        """What losses and state are without a failure; None if no run has shown it yet."""
-        runs = (run.reference for run in self.undisturbed if run.ground == ground)
+    def reference_of(self, testbed: TestbedName) -> Reference | None:
+        """Returns the losses and state without a fault; None if no run has shown them yet."""
+        runs = (run.reference for run in self.undisturbed if run.testbed == testbed)
         return next((reference for reference in runs if reference is not None), None)
 
     def scenario_of(self, case: Case) -> Scenario:
-        """What the case runs; what its ground mounts is still to be set."""
+        """Returns what the case runs; what is mounted for it is still to be set."""
         return scenario_of(self.scenarios, self.variant(case.system), case)
 
-    def undisturbed_scenario(self, ground: GroundName, system: str) -> Scenario:
-        """The same system there without a failure."""
-        return self.variant(system).of(self.scenarios[ground])
+    def undisturbed_scenario(self, testbed: TestbedName, system: str) -> Scenario:
+        """Returns what that system runs there without a fault."""
+        return self.variant(system).of(self.scenarios[testbed])
 
     def variant(self, label: str) -> Variant:
         return next(each for each in self.variants if each.label == label)
 
 
-def scenario_of(scenarios: Mapping[GroundName, Scenario], variant: Variant, case: Case) -> Scenario:
-    """The scenario of a case, with its failure and its slow tier."""
-    scenario = variant.of(scenarios[case.ground])
+def scenario_of(scenarios: Mapping[TestbedName, Scenario], variant: Variant, case: Case) -> Scenario:
+    """Returns the scenario of a case, with its fault and its persistent tier."""
+    scenario = variant.of(scenarios[case.testbed])
     settings = [f"persist.every={case.persist_every}"]
     if case.mount and find(variant.system).writes_files:
         settings.append("system.options.medium=tmpfs")
@@ -127,7 +142,7 @@ def scenario_of(scenarios: Mapping[GroundName, Scenario], variant: Variant, case
 
 
 def read_campaign(folder: Path) -> CampaignRecord:
-    """The record of a campaign's folder.
+    """Returns the record in the folder of a campaign.
 
     Raises:
         ConfigError: there is none, it is damaged, or it has another schema version.
@@ -149,7 +164,7 @@ def write_campaign(folder: Path, record: CampaignRecord) -> None:
 
 
 def counts(cases: Iterable[Case]) -> dict[str, int]:
-    """By verdict how many cases have come to it."""
+    """Returns how many cases have come to each verdict."""
     totals: dict[str, int] = {}
     for case in cases:
         if case.judgement is not None:
@@ -158,7 +173,7 @@ def counts(cases: Iterable[Case]) -> dict[str, int]:
 
 
 def must_pass(case: Case) -> bool:
-    """Whether the case counts: Capricorn, of which a copy survived, or which has gone on with something else."""
+    """Returns whether a case counts: Capricorn, of which a copy survived, or which went on with something else."""
     judgement = case.judgement
     if judgement is None or case.system.partition(":")[0] != CAPRICORN:
         return False
@@ -166,7 +181,37 @@ def must_pass(case: Case) -> bool:
 
 
 def succeeded(record: CampaignRecord) -> bool:
-    """Whether Capricorn passed wherever it counts, and trained as it should without a failure."""
+    """Returns whether Capricorn passed wherever it counts, and trained as it should without a fault."""
     missed = [case for case in record.cases if must_pass(case) and case.judgement and case.judgement.verdict != "PASS"]
     wrong = [run for run in record.undisturbed if run.system.partition(":")[0] == CAPRICORN and run.difference]
     return not missed and not wrong
+
+
+# --- in words ----------------------------------------------------------------------------------------------------
+
+
+def verdict_words(verdict: str, judgements: Sequence[Judgement]) -> str:
+    """Returns `3 PASS`, `1 LOST_WORK(4)` or `2 HARD_FAIL (no copy survived)`."""
+    text = f"{len(judgements)} {verdict}"
+    if verdict == "LOST_WORK":
+        return f"{text}({max(each.lost_iterations for each in judgements)})"
+    return f"{text} ({NO_COPY})" if verdict == "HARD_FAIL" and not judgements[0].survives else text
+
+
+def remark_of(case: Case) -> str:
+    """Returns a line on a case that did not pass; nothing if it did or was not run."""
+    judgement = case.judgement
+    return "" if judgement is None or judgement.verdict == "PASS" else outcome_line(case)
+
+
+def outcome_line(case: Case) -> str:
+    """Returns `capricorn kill@rank=1,iteration=3: PASS, lost 1, recovery 1.4 s: back to 2 from local (ranks 0 1)`."""
+    judgement = case.judgement
+    if judgement is None:
+        return f"{case.system} {case.fault}: not run yet"
+    facts = [verdict_words(judgement.verdict, [judgement]).removeprefix("1 ")]
+    if judgement.recovery_s is not None:
+        facts += [f"lost {judgement.lost_iterations}", f"recovery {format_seconds(judgement.recovery_s)}"]
+    tier = f", persistent tier every {case.persist_every}" if case.persist_every else ""
+    detail = f": {judgement.detail}" if judgement.detail else ""
+    return f"{case.system} {case.fault}{tier}: {', '.join(facts)}{detail}"

@@ -14,27 +14,15 @@ from capricorn.units import Seconds
 
 
 def young_interval(checkpoint_s: Seconds, mtbf_s: Seconds) -> Seconds:
-    """Time between two checkpoints that wastes the least, to first order.
+    """Returns the time between two checkpoints that wastes the least, to first order.
 
     Source: Young, CACM 1974: sqrt(2 delta M).
     """
     return sqrt(2 * checkpoint_s * mtbf_s)
 
 
-def daly_interval(checkpoint_s: Seconds, mtbf_s: Seconds) -> Seconds:
-    """The same to higher order, for checkpoints that are not short against the time between failures.
-
-    Source: Daly, FGCS 2006: sqrt(2 delta M) [1 + sqrt(delta / 2M) / 3 + (delta / 2M) / 9] - delta, and M from
-    delta = 2 M on.
-    """
-    if checkpoint_s >= 2 * mtbf_s:
-        return mtbf_s
-    part = checkpoint_s / (2 * mtbf_s)
-    return young_interval(checkpoint_s, mtbf_s) * (1 + sqrt(part) / 3 + part / 9) - checkpoint_s
-
-
 def expected_ettr(interval_s: Seconds, checkpoint_s: Seconds, recovery_s: Seconds, mtbf_s: Seconds) -> float:
-    """The part of the time that is worth it: (1 - (tau / 2 + R) / M) / (1 + delta / tau), and 0 if that is negative.
+    """Returns the useful part of the time: (1 - (tau / 2 + R) / M) / (1 + delta / tau), or 0 if that is negative.
 
     A failure costs half an interval on average, and the recovery; a checkpoint costs what it blocks.
 
@@ -47,7 +35,7 @@ def expected_ettr(interval_s: Seconds, checkpoint_s: Seconds, recovery_s: Second
 
 
 def wasted_s(checkpoint_s: Seconds, interval_s: Seconds, retrieve_s: Seconds) -> Seconds:
-    """What a failure wastes on average: t_ckpt + 1 / (2 f) + t_retrieve, with a checkpoint every 1 / f.
+    """Returns what a failure wastes on average: t_ckpt + 1 / (2 f) + t_retrieve, with a checkpoint every 1 / f.
 
     Source: Gemini, SOSP'23, section 2.2, where t_ckpt is the time until a checkpoint is complete; it cannot be longer
     than the interval, since one is on its way at a time.
@@ -63,7 +51,7 @@ def wasted_s(checkpoint_s: Seconds, interval_s: Seconds, retrieve_s: Seconds) ->
 
 
 def iterations_between(interval_s: Seconds, iteration_s: Seconds, num_iterations: int) -> int:
-    """The interval in whole iterations: at least one, and no more than there are."""
+    """Returns the interval in whole iterations: at least one, and no more than there are."""
     return max(1, min(num_iterations, round(interval_s / iteration_s)))
 
 
@@ -71,7 +59,7 @@ class MeasuredEconomics(FrozenModel):
     """One system under the schedule: what its run took, what of that was wasted, and what the formulas predict."""
 
     system: str
-    """Its label."""
+    """Label of the system."""
     every: int
     """Iterations between two checkpoints."""
     checkpoint_s: Seconds
@@ -79,7 +67,7 @@ class MeasuredEconomics(FrozenModel):
     complete_s: Seconds
     """From the end of an iteration until its checkpoint was complete, there."""
     iteration_s: Seconds = 0.0
-    """Of one iteration without checkpoints and failures, right before and after the run."""
+    """Duration of an iteration without checkpoints and failures, right before and after the run."""
     failure: str = ""
     """What ended the run early; then nothing was measured."""
     run_id: str = ""
@@ -89,7 +77,7 @@ class MeasuredEconomics(FrozenModel):
     num_failures: int = 0
     redone_iterations: int = 0
     redone_s: Seconds = 0.0
-    """Iterations that were done again, and the broken off part of those that were struck."""
+    """Iterations that were done again, and the broken off part of those in which a failure came."""
     recovery_s: Seconds = 0.0
     """From failures until the state was restored."""
     checkpointing_s: Seconds = 0.0
@@ -100,10 +88,6 @@ class MeasuredEconomics(FrozenModel):
     predicted_wasted_s: Seconds | None = None
     """By Gemini's formula, of one failure."""
 
-    @property
-    def total_wasted_s(self) -> Seconds:
-        return self.redone_s + self.recovery_s + self.checkpointing_s
-
 
 class Economics(FrozenModel):
     """What a campaign with failures at random times came to."""
@@ -111,6 +95,6 @@ class Economics(FrozenModel):
     mtbf_s: Seconds
     node_loss_frac: float
     iteration_s: Seconds | None = None
-    """Of one iteration without checkpoints and failures, by which the schedule was drawn; None before that."""
+    """Duration of an iteration without checkpoints and failures, by which the schedule is drawn; None before that."""
     schedule: tuple[FaultSpec, ...] = ()
     rows: tuple[MeasuredEconomics, ...] = ()

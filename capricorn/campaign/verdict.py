@@ -1,62 +1,63 @@
-"""Whether a run that was struck by a failure is what it would have been without, and what that took. Pure.
+"""Whether a run into which a fault was injected is what it would have been without, and what that took. Pure.
 
-Judges records; knows neither how failures are injected nor which were asked for.
+Judges records; knows neither how faults are injected nor which were asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from typing import Annotated, Final, Literal, TypeAlias, get_args
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
+from capricorn.campaign.outcomes import PHASES, RunOutcome
+from capricorn.config.fault_kinds import DISK, kind_of
 from capricorn.config.fault_spec import FaultSpec
 from capricorn.config.fields import FrozenModel
 from capricorn.config.scenario import Scenario
 from capricorn.errors import CapricornError
-from capricorn.records.samples import EventSample, IterationSample, RecoverySample
+from capricorn.records.samples import RecoverySample
 from capricorn.systems.registry import find
 from capricorn.systems.settings import settings_of
 from capricorn.units import Seconds
 
-Verdict: TypeAlias = Literal["PASS", "LOST_WORK", "SILENT_DIVERGENCE", "HARD_FAIL", "NOT_STRUCK"]
-VERDICTS: Final[tuple[Verdict, ...]] = ("PASS", "LOST_WORK", "SILENT_DIVERGENCE", "HARD_FAIL", "NOT_STRUCK")
-PHASES: Final = ("detect_s", "restart_s", "agree_s", "fetch_s", "load_s", "first_iteration_s")
+VerdictName: TypeAlias = Literal["PASS", "LOST_WORK", "SILENT_DIVERGENCE", "HARD_FAIL", "NOT_TRIGGERED"]
+VERDICTS: Final[tuple[VerdictName, ...]] = get_args(VerdictName)
+OLD_VERDICTS: Final = {"NOT_STRUCK": "NOT_TRIGGERED"}
+"""The names of today by those in older records."""
+Verdict: TypeAlias = Annotated[VerdictName, BeforeValidator(lambda name: OLD_VERDICTS.get(name, name))]
 PERSISTENT: Final = "persistent"
-DISK: Final = "disk"
-"""Where a failure damages what lies on the slow tier."""
 KEEPS_NOTHING: Final = "none"
 
 
 class Reference(FrozenModel):
-    """What a run is without a failure."""
+    """What a run shows without a fault."""
 
     run_id: str
     losses: tuple[tuple[str, ...], ...]
-    """By rank and iteration, from the first; as hexadecimal floats, which are exact."""
+    """Losses by rank and iteration, from the first; as hexadecimal floats, which are exact."""
     digests: tuple[str, ...]
-    """Of the state after the last iteration, by rank."""
+    """Digests of the state after the last iteration, by rank."""
     wall_s: Seconds
     """From start to end, processes and all."""
 
 
 class Judgement(FrozenModel):
-    """What came of one failure."""
+    """What came of one fault."""
 
     verdict: Verdict
     survives: bool
-    """Whether a complete copy of some checkpoint outlived the failure."""
+    """Whether a complete copy of some checkpoint outlived the fault."""
     detail: str
     """What happened, in words."""
     lost_iterations: int = 0
-    """That had finished and were done again, of all recoveries together."""
+    """Iterations that had finished and were done again, of all recoveries together."""
     allowed_iterations: int = 0
     """How many a recovery may lose with the tier it came from."""
     recovery_s: Seconds | None = None
     """All phases of all recoveries; None if there was none."""
     phases_s: dict[str, Seconds] = Field(default_factory=dict)
-    """By phase, of all recoveries together."""
+    """Duration of each phase, of all recoveries together."""
     tier: str = ""
     """Where the state came from; `start` is the initial state."""
     run_id: str = ""
@@ -64,23 +65,8 @@ class Judgement(FrozenModel):
     mode: str = "live"
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a run has left behind."""
-
-    run_id: str
-    samples: Sequence[IterationSample]
-    events: Sequence[EventSample]
-    recoveries: Sequence[RecoverySample]
-    wall_s: Seconds
-    failure: str = ""
-    """What ended it early, in one sentence."""
-    on_disk: tuple[int, ...] | None = None
-    """Checkpoints that were complete on the slow tier when the failure struck, ascending; None is not known."""
-
-
-def reference_of(outcome: Outcome, scenario: Scenario) -> Reference:
-    """What the undisturbed run showed.
+def reference_of(outcome: RunOutcome, scenario: Scenario) -> Reference:
+    """Returns what the undisturbed run showed.
 
     Raises:
         CapricornError: it did not come to its end, or some rank left no record.
@@ -102,7 +88,7 @@ def reference_of(outcome: Outcome, scenario: Scenario) -> Reference:
 
 
 def difference(ours: Reference, theirs: Reference) -> str:
-    """The first loss or state in which two undisturbed runs differ, in words; empty if they are equal."""
+    """Returns in words the first loss or state in which two undisturbed runs differ; nothing if they are equal."""
     for rank, (mine, other) in enumerate(zip(ours.losses, theirs.losses, strict=True)):
         for iteration, (loss, expected) in enumerate(zip(mine, other, strict=True), 1):
             if loss != expected:
@@ -111,8 +97,8 @@ def difference(ours: Reference, theirs: Reference) -> str:
     return f"the last state of rank {unequal[0]} differs" if unequal else ""
 
 
-def judge(fault: FaultSpec, scenario: Scenario, outcome: Outcome, reference: Reference) -> Judgement:
-    """The verdict on a run that the failure struck."""
+def judge(fault: FaultSpec, scenario: Scenario, outcome: RunOutcome, reference: Reference) -> Judgement:
+    """Returns the verdict on a run into which the fault was injected."""
     recoveries = _completed(outcome)
     allowed = [allowed_iterations(scenario, recovery, _usable(fault, outcome)) for recovery in recoveries]
     phases = {phase: sum(getattr(each, phase) or 0.0 for each in recoveries) for phase in PHASES}
@@ -120,7 +106,7 @@ def judge(fault: FaultSpec, scenario: Scenario, outcome: Outcome, reference: Ref
     lost = sum(recovery.lost_iterations for recovery in recoveries)
     return Judgement(
         verdict=verdict,
-        survives=survives(fault, scenario, outcome.on_disk),
+        survives=survives(fault, scenario, outcome.persisted),
         detail="; ".join(filter(None, (reason, *_history(outcome)))),
         lost_iterations=lost,
         allowed_iterations=max(allowed, default=0),
@@ -133,14 +119,16 @@ def judge(fault: FaultSpec, scenario: Scenario, outcome: Outcome, reference: Ref
     )
 
 
-def _verdict(scenario: Scenario, outcome: Outcome, reference: Reference, allowed: Sequence[int]) -> tuple[Verdict, str]:
-    """The verdict, and the reason for any but PASS."""
+def _verdict(
+    scenario: Scenario, outcome: RunOutcome, reference: Reference, allowed: Sequence[int]
+) -> tuple[VerdictName, str]:
+    """Returns the verdict, and the reason for any but PASS."""
     if outcome.failure:
         return "HARD_FAIL", outcome.failure
     if divergence := _divergence(outcome, reference):
         return "SILENT_DIVERGENCE", divergence
     if not any(event.event == "fault" for event in outcome.events):
-        return "NOT_STRUCK", "the failure did not come to happen"
+        return "NOT_TRIGGERED", "the moment of the fault did not come"
     for recovery, most in zip(_completed(outcome), allowed, strict=True):
         if recovery.lost_iterations > most:
             return "LOST_WORK", f"{recovery.lost_iterations} finished iterations done again, {most} allowed"
@@ -150,8 +138,8 @@ def _verdict(scenario: Scenario, outcome: Outcome, reference: Reference, allowed
 # --- equal, bit for bit ------------------------------------------------------------------------------------------
 
 
-def _divergence(outcome: Outcome, reference: Reference) -> str:
-    """The first loss or state that is not the reference's, in words; empty if all are."""
+def _divergence(outcome: RunOutcome, reference: Reference) -> str:
+    """Returns in words the first loss or state that is not the reference's; nothing if all are."""
     expected = {
         (rank, iteration): loss
         for rank, losses in enumerate(reference.losses)
@@ -172,8 +160,8 @@ def _divergence(outcome: Outcome, reference: Reference) -> str:
     return f"the last state of rank {wrong[0]} is not that of the undisturbed run" if wrong else ""
 
 
-def _digests(outcome: Outcome) -> dict[int, str]:
-    """By rank: of the last state, as its newest start told it."""
+def _digests(outcome: RunOutcome) -> dict[int, str]:
+    """Returns by rank the digest of the last state, as its newest start told it."""
     finished = sorted((e for e in outcome.events if e.event == "finished"), key=lambda event: event.attempt)
     return {event.rank: event.state_digest for event in finished}
 
@@ -189,13 +177,13 @@ def _decimal(loss: str) -> str:
 # --- lost work ---------------------------------------------------------------------------------------------------
 
 
-def allowed_iterations(scenario: Scenario, recovery: RecoverySample, on_disk: Sequence[int] = ()) -> int:
-    """How many finished iterations that recovery may do again; `on_disk` is what the slow tier could give.
+def allowed_iterations(scenario: Scenario, recovery: RecoverySample, persisted: Sequence[int] = ()) -> int:
+    """Returns how many iterations a recovery may do again; `persisted` is what the persistent tier could give.
 
     One checkpoint at a time is on its way, and is complete when the next is made (`max_lost` 2: the one after it):
-    so of checkpoints every N iterations the newest complete one is at most 2 N - 1 behind. The same holds for the slow
-    tier, on top of the fast one, unless checkpoints were skipped since its writer was busy: then the newest on disk is
-    what it has to give.
+    so of checkpoints every N iterations the newest complete one is at most 2 N - 1 behind. The same holds for the
+    persistent tier, on top of the memory, unless checkpoints were skipped since its writer was busy: then the newest
+    that is persisted is what it has to give.
     """
     system = scenario.system
     if not system.every:
@@ -203,29 +191,29 @@ def allowed_iterations(scenario: Scenario, recovery: RecoverySample, on_disk: Se
     behind = (1 + system.max_lost) * system.every - 1
     if PERSISTENT in recovery.sources and not find(system.name).writes_files:
         reached = recovery.resumed_iteration + recovery.lost_iterations
-        behind = max(behind + 2 * scenario.persist.every - 1, reached - max(on_disk, default=reached))
+        behind = max(behind + 2 * scenario.persist.every - 1, reached - max(persisted, default=reached))
     return behind + (0 if recovery.resumed_iteration else first_iteration(scenario) - 1)
 
 
-def _usable(fault: FaultSpec, outcome: Outcome) -> tuple[int, ...]:
-    """Of the checkpoints on disk those that the failure did not damage."""
-    on_disk = outcome.on_disk or ()
-    return on_disk[:-1] if fault.where == DISK else on_disk
+def _usable(fault: FaultSpec, outcome: RunOutcome) -> tuple[int, ...]:
+    """Returns those checkpoints on the persistent tier that the fault did not damage."""
+    persisted = outcome.persisted or ()
+    return persisted[:-1] if fault.where == DISK else persisted
 
 
 def first_iteration(scenario: Scenario) -> int:
-    """The first one that a system would checkpoint: some watch the training before."""
+    """Returns the first iteration that a system would checkpoint: some watch the training before."""
     watches = find(scenario.system.name).profiles_first
     return settings_of(scenario).profile_iterations + 1 if watches else 1
 
 
 def tiers_of(recovery: RecoverySample) -> set[str]:
-    """Where the state of a recovery came from."""
+    """Returns the tiers that the state of a recovery came from."""
     return set(recovery.sources) or {"start"}
 
 
-def _history(outcome: Outcome) -> Iterator[str]:
-    """What was restored from where, and what was skipped, in words."""
+def _history(outcome: RunOutcome) -> Iterator[str]:
+    """Yields in words what was restored from where, and what was skipped."""
     skipped = {event.attempt: event.detail for event in outcome.events if event.event == "resumed" and event.detail}
     for recovery in _completed(outcome):
         if not recovery.sources:
@@ -236,14 +224,14 @@ def _history(outcome: Outcome) -> Iterator[str]:
         yield f"back to {recovery.resumed_iteration} from {ranks}{told}"
 
 
-def _completed(outcome: Outcome) -> list[RecoverySample]:
-    """The recoveries after which training went on, or some state had been restored."""
+def _completed(outcome: RunOutcome) -> list[RecoverySample]:
+    """Returns the recoveries after which training went on, or some state had been restored."""
     trained = {sample.attempt for sample in outcome.samples}
     return [recovery for recovery in outcome.recoveries if recovery.sources or recovery.attempt in trained]
 
 
 def _by_tier(sources: Sequence[str]) -> str:
-    """`local (rank 0), peer (rank 1)`."""
+    """Returns `local (rank 0), peer (rank 1)`."""
     ranks: dict[str, list[str]] = {}
     for rank, tier in enumerate(sources):
         ranks.setdefault(tier, []).append(str(rank))
@@ -257,28 +245,29 @@ def _ranks(ranks: Sequence[str]) -> str:
 # --- what a failure leaves ---------------------------------------------------------------------------------------
 
 
-def survives(fault: FaultSpec, scenario: Scenario, on_disk: Sequence[int] | None = None) -> bool:
-    """Whether a complete copy of some checkpoint outlives the failure.
+def survives(fault: FaultSpec, scenario: Scenario, persisted: Sequence[int] | None = None) -> bool:
+    """Returns whether a complete copy of some checkpoint outlives the fault.
 
-    `on_disk` are those complete on the slow tier when it comes; None takes them to be written in time.
+    `persisted` are those complete on the persistent tier when it comes; None takes them to be written in time.
     """
     system = scenario.system
     if not system.every or find(system.name).kind == "nothing":
         return False
-    num_on_disk = _num_on_disk(fault, scenario) if on_disk is None else len(on_disk)
+    num_persisted = _num_persisted(fault, scenario) if persisted is None else len(persisted)
     if fault.where == DISK:
-        return num_on_disk > 1  # the newest one is damaged, and all memory is gone
+        return num_persisted > 1  # the newest one is damaged, and all memory is gone
     if find(system.name).writes_files:
         return True
-    is_last_copy = fault.kind == "node-loss" or (fault.kind in ("corrupt", "truncate") and fault.where == "slot")
-    if fault.kind == "group-loss" or (is_last_copy and system.replicas == 1):
-        return num_on_disk > 0
+    loses = kind_of(fault.kind).loses
+    is_last_copy = loses == "copy" and fault.where in ("", "slot") and system.replicas == 1
+    if loses == "group" or is_last_copy:
+        return num_persisted > 0
     return True
 
 
-def _num_on_disk(fault: FaultSpec, scenario: Scenario) -> int:
-    """Checkpoints that are complete on disk when the failure comes, if each is written before the next one is due."""
-    done, every, slow = fault.iteration - 1, scenario.system.every, scenario.persist.every
+def _num_persisted(fault: FaultSpec, scenario: Scenario) -> int:
+    """Returns how many checkpoints are persisted when the fault comes, if each is written before the next is due."""
+    done, every, persist_every = fault.iteration - 1, scenario.system.every, scenario.persist.every
     if find(scenario.system.name).writes_files:
         return max(0, done // every - 1)
-    return max(0, (done - every) // slow - 1) if slow else 0
+    return max(0, (done - every) // persist_every - 1) if persist_every else 0

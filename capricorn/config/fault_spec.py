@@ -1,72 +1,25 @@
-"""The failures that can be injected: what each kind does, whom it strikes, and how one is spelled.
+"""One fault as it is asked for: what kind, to whom, when, and how it is spelled.
 
-Pure values; how they are made to happen is in `harness`.
+Pure values. A record that names a kind of one's own is read without running anything: only `parse` and `make` do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Final, Literal, Self
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
+from capricorn.config.fault_kinds import DISK, KINDS, FaultKind, Target, kind_of
 from capricorn.config.fields import FrozenModel, check, validate
-from capricorn.errors import ConfigError, unknown_name
+from capricorn.config.own_code import absolute
+from capricorn.errors import ConfigError
 from capricorn.hooks import parse_moment
 from capricorn.units import Seconds
 
-Target = Literal["rank", "node", ""]
-
-
-@dataclass(frozen=True, slots=True)
-class FaultKind:
-    """What a kind of failure is, as far as it can be told without injecting one."""
-
-    what: str
-    target: Target
-    """The key that says whom it strikes; empty where it strikes all."""
-    places: tuple[str, ...] = ()
-    """Values that `where` may take, the first by default."""
-    seconds: Seconds | None = None
-    """How long it lasts by default, 0 for good; None where that means nothing."""
-    takes_call: bool = False
-    """Whether `call` says at which of the store's calls it strikes, counted from the moment."""
-
-
-KINDS: Final[Mapping[str, FaultKind]] = MappingProxyType({
-    "kill": FaultKind("a worker is killed", "rank"),
-    "kill-all": FaultKind("all workers are killed, the memory of the nodes stays", ""),
-    "node-loss": FaultKind("a node's processes are killed and its memory is lost", "node"),
-    "group-loss": FaultKind("all nodes that keep each other's replicas are lost at once", "node"),
-    "stop": FaultKind("a worker is stopped and hangs", "rank", seconds=0.0),
-    "slow-link": FaultKind("what leaves a node has a twentieth of its link", "node", seconds=2.0),
-    "partition": FaultKind("nothing leaves a node", "node", seconds=2.0),
-    "corrupt": FaultKind(
-        "a bit is flipped where it is needed next: in a worker's local copy or in its replica, then it is killed; on "
-        "the wire to a peer; on disk, then all memory is lost", "rank", places=("slot", "replica", "wire", "disk"),
-    ),
-    "truncate": FaultKind(
-        "a file is cut short where it is needed next: a worker's local copy or its replica, then it is killed; one on "
-        "disk, then all memory is lost", "rank", places=("slot", "replica", "disk"),
-    ),
-    "torn-commit": FaultKind("a worker is killed before that call which changes its store", "rank", takes_call=True),
-    "tmpfs-full": FaultKind("the memory store's file system is filled up, then a worker is killed", "rank"),
-    "disk-full": FaultKind("the file system of the slow tier is filled up", "", seconds=0.0),
-    "disk-slow": FaultKind("the slow tier takes a hundredth", "", seconds=2.0),
-    "port-taken": FaultKind("a worker is killed and a stranger listens on its ports", "rank"),
-    "clock-jump": FaultKind("a worker's wall clock jumps ahead", "rank", seconds=3600.0),
-    "oom": FaultKind("a worker runs into the limit of a memory cgroup and is killed by the kernel", "rank"),
-})  # fmt: skip
-FAULT_KINDS: Final = tuple(KINDS)
-LINK_KINDS: Final = frozenset({"slow-link", "partition"})
-"""Kinds that strike a link, which only an emulated network has."""
-NO_LINKS: Final = "nodes have no links of their own on --cluster local; name another --cluster"
-
 
 class FaultSpec(FrozenModel):
-    """One injected failure: what, to whom, in which iteration, at which moment."""
+    """One fault: what, to whom, in which iteration, at which moment."""
 
     kind: str
     iteration: int = Field(gt=0)
@@ -81,31 +34,26 @@ class FaultSpec(FrozenModel):
     @classmethod
     def _fill_in(cls, values: dict[str, object]) -> dict[str, object]:
         kind = KINDS.get(str(values.get("kind")))
-        if kind is None:
-            return values
-        defaults: dict[str, object] = {}
-        if kind.places:
-            defaults["where"] = kind.places[0]
-        if kind.seconds is not None:
-            defaults["seconds"] = kind.seconds
-        if kind.takes_call:
-            defaults["call"] = 1
-        return {**defaults, **values}
+        return values if kind is None else {**kind.defaults, **values}
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.kind not in KINDS:
-            raise unknown_name("fault", self.kind, KINDS)
-        kind = KINDS[self.kind]
         parse_moment(self.op)
-        for target in ("rank", "node"):
-            given = getattr(self, target) is not None
-            check(given == (kind.target == target), f"fault {self.kind} {_takes(kind.target)}")
-        if kind.places:
-            check(self.where in kind.places, f"fault {self.kind}: where={self.where} is none of {_words(kind.places)}")
-        for key, taken in (("where", kind.places), ("seconds", kind.seconds is not None), ("call", kind.takes_call)):
-            check(bool(taken) or getattr(self, key) in ("", None), f"fault {self.kind} takes no {key}=")
+        if kind := KINDS.get(self.kind):
+            self._check_fits(kind)
         return self
+
+    @classmethod
+    def make(cls, values: Mapping[str, Any], where: str, *, lax: bool = False) -> Self:
+        """Returns the fault of these fields, whose kind may be one's own; what is left out is as the kind says.
+
+        Raises:
+            ConfigError: the kind is unknown or cannot be loaded, or a field does not fit it.
+        """
+        kind = kind_of(values["kind"])
+        made = validate(cls, kind.defaults | {**values}, where, lax=lax)
+        made._check_fits(kind)
+        return made
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -114,14 +62,29 @@ class FaultSpec(FrozenModel):
         Raises:
             ConfigError: it is spelled differently or names an unknown kind, key, place or moment.
         """
-        kind, _, rest = text.partition("@")
-        if kind not in KINDS:
-            raise unknown_name("fault", kind, KINDS)
+        name, _, rest = text.partition("@")
+        name = absolute(name)
         pairs = dict(part.partition("=")[::2] for part in rest.split(",") if part)
-        target = KINDS[kind].target
+        target = kind_of(name).target
         if target and target not in pairs:
-            raise ConfigError(f"fault {text!r} needs {target}=, as in {kind}@{target}=1,iteration=11")
-        return validate(cls, {"kind": kind} | pairs, f"fault {text!r}", lax=True)
+            raise ConfigError(f"fault {text!r} needs {target}=, as in {name}@{target}=1,iteration=11")
+        return cls.make({"kind": name} | pairs, f"fault {text!r}", lax=True)
+
+    @property
+    def hits_persistent_tier(self) -> bool:
+        """Whether it damages what lies on the persistent tier, or leaves nothing else."""
+        return kind_of(self.kind).hits_persistent_tier or self.where == DISK
+
+    def _check_fits(self, kind: FaultKind) -> None:
+        """Raises ConfigError for a key or a place that the kind does not take."""
+        for target in ("rank", "node"):
+            is_given = getattr(self, target) is not None
+            check(is_given == (kind.target == target), f"fault {self.kind} {_takes(kind.target)}")
+        if kind.places:
+            places = ", ".join(kind.places)
+            check(self.where in kind.places, f"fault {self.kind}: where={self.where} is none of {places}")
+        for key, taken in (("where", kind.places), ("seconds", kind.seconds is not None), ("call", kind.takes_call)):
+            check(bool(taken) or getattr(self, key) in ("", None), f"fault {self.kind} takes no {key}=")
 
     def __str__(self) -> str:
         """The spelling that `parse` reads."""
@@ -131,22 +94,18 @@ class FaultSpec(FrozenModel):
         return f"{self.kind}@{','.join(fields)}"
 
 
-def spelling(kind: str) -> str:
-    """How a fault of that kind is written, with all it may take."""
-    facts = KINDS[kind]
-    keys = [f"{facts.target}=K"] if facts.target else []
+def spelling(name: str) -> str:
+    """Returns how a fault of that kind is written, with all it may take."""
+    kind = kind_of(name)
+    keys = [f"{kind.target}=K"] if kind.target else []
     keys.append("iteration=I[,op=MOMENT]")
-    optional = {"where": "|".join(facts.places), "seconds": "S" if facts.seconds is not None else "",
-                "call": "N" if facts.takes_call else ""}  # fmt: skip
-    return f"{kind}@{','.join(keys)}" + "".join(f"[,{key}={value}]" for key, value in optional.items() if value)
+    optional = {"where": "|".join(kind.places), "seconds": "S" if kind.seconds is not None else "",
+                "call": "N" if kind.takes_call else ""}  # fmt: skip
+    return f"{name}@{','.join(keys)}" + "".join(f"[,{key}={value}]" for key, value in optional.items() if value)
 
 
 def _takes(target: Target) -> str:
-    return f"takes {target}=" if target else "strikes all and takes neither rank= nor node="
-
-
-def _words(places: tuple[str, ...]) -> str:
-    return ", ".join(places)
+    return f"takes {target}=" if target else "hits everybody and takes neither rank= nor node="
 
 
 def _spell(value: object) -> str:

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from capricorn.config.cluster import ClusterConfig, IterationTimes, Pace
-from capricorn.config.fault_spec import LINK_KINDS, NO_LINKS, FaultSpec
+from capricorn.config.fault_kinds import KINDS, NO_LINKS
+from capricorn.config.fault_spec import FaultSpec
 from capricorn.config.fields import ByteCount, FrozenModel, Option, check
 from capricorn.config.planner import PlannerConfig
 from capricorn.hooks import DIRECTIONS, MOMENTS, NO_LAYER, OpKey, matches_op
@@ -343,7 +344,8 @@ class Scenario(FrozenModel):
         )
         for fault in self.faults:
             _check_fault(fault, topology, model, self.train.iterations)
-            check(fault.kind not in LINK_KINDS or self.cluster.is_emulated, f"fault {fault}: {NO_LINKS}")
+            needs_links = fault.kind in KINDS and "links" in KINDS[fault.kind].needs
+            check(not needs_links or self.cluster.is_emulated, f"fault {fault}: {NO_LINKS}")
         return self
 
 

@@ -1,1 +1,1 @@
-"""Failures: how each kind is injected into a run, and how it is reverted."""
+"""Faults: how each kind is injected into a run, and how it is reverted."""

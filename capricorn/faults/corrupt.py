@@ -1,6 +1,6 @@
-"""Damages what a checkpoint is restored from: copies in memory stores, files of the slow tier, a block on the wire.
+"""Damages what a checkpoint is restored from: copies in memory, files of the persistent tier, a block on the wire.
 
-Always the same bit for the same failure, so that a run can be repeated.
+Always the same bit for the same fault, so that a run can be repeated.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from capricorn.runtime.store.slot import COMPLETE, read_header
 from capricorn.systems.interface import PacedRoute
 
 MANIFESTS: Final = ("commit.json", "capricorn.json")
-"""What makes a folder of the slow tier a checkpoint."""
+"""What makes a folder of the persistent tier a checkpoint."""
 
 
 def damage_copies(fault: FaultSpec, job: Job, rank: int) -> None:
@@ -72,22 +72,22 @@ def _random(fault: FaultSpec) -> Random:
     return Random(f"{fault.kind}-{fault.where}-{fault.rank}-{fault.iteration}")
 
 
-class Wire:
+class LossyRoutes:
     """Damages one piece, and only one, of what this rank sends to its peers, once it was told to."""
 
     def __init__(self) -> None:
         self._fault: FaultSpec | None = None
 
     def damage_next(self, fault: FaultSpec) -> None:
-        """The next piece that leaves has a bit flipped."""
+        """Lets the next piece that leaves have a bit flipped."""
         self._fault = fault
 
     def routes(self, routes: Mapping[int, PacedRoute], peers: list[int]) -> dict[int, PacedRoute]:
-        """By rank the way there that it may be damaged on; where there was no model of one it takes no time."""
-        return {peer: _Damaging(self, routes.get(peer)) for peer in peers}
+        """Returns by rank the way there on which a piece may be damaged; one without a model takes no time."""
+        return {peer: LossyRoute(self, routes.get(peer)) for peer in peers}
 
     def take(self, piece: memoryview) -> memoryview:
-        """The piece, or a damaged copy of it."""
+        """Returns the piece, or a damaged copy of it."""
         fault, self._fault = self._fault, None
         if fault is None or not len(piece):
             return piece
@@ -96,12 +96,12 @@ class Wire:
         return memoryview(damaged)
 
 
-class _Damaging:
+class LossyRoute:
     """A route that may damage what passes."""
 
-    def __init__(self, wire: Wire, route: PacedRoute | None) -> None:
-        self._wire, self._route = wire, route
+    def __init__(self, all_routes: LossyRoutes, route: PacedRoute | None) -> None:
+        self._all_routes, self._route = all_routes, route
 
     def pieces(self, view: memoryview, *, low: bool = False) -> Iterator[memoryview]:
         pieces = iter((view,)) if self._route is None else self._route.pieces(view, low=low)
-        return map(self._wire.take, pieces)
+        return map(self._all_routes.take, pieces)

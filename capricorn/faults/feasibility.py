@@ -1,42 +1,46 @@
-"""Whether the failures of a scenario can be made to happen on this machine, asked before anything starts."""
+"""Whether the faults of a scenario can be made to happen on this machine, asked before anything starts."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from capricorn.config.fault_kinds import kind_of
 from capricorn.config.fault_spec import FaultSpec
 from capricorn.config.scenario import Scenario
 from capricorn.errors import ConfigError
-from capricorn.faults import filler_file as ballast
 from capricorn.faults import memory_cgroup as cgroup
 from capricorn.faults.applicability import why_not
+from capricorn.faults.filler_file import why_not_fill
 from capricorn.systems.settings import file_settings_of
 
 
 def check_faults(scenario: Scenario, out: Path) -> None:
-    """Passes when each can strike a run that is recorded below `out`.
+    """Returns if each fault can be injected into a run that is recorded below `out`.
 
     Raises:
-        ConfigError: which one cannot, and why.
+        ConfigError: one of them cannot, with the reason, or its kind cannot be loaded.
     """
     for fault in scenario.faults:
         if reason := why_not(fault, scenario) or why_not_here(fault, scenario, out):
             raise ConfigError(f"fault {fault}: {reason}")
 
 
+def why_no_cgroup(name: str) -> str:
+    """Returns why this machine cannot have a fault of that kind for want of a memory cgroup; nothing if it can."""
+    return cgroup.why_not() if "memory cgroup" in kind_of(name).needs else ""
+
+
 def why_not_here(fault: FaultSpec, scenario: Scenario, out: Path) -> str:
-    """Why this machine cannot have the failure; empty if it can."""
-    if fault.kind == "oom":
-        return cgroup.why_not()
-    if fault.kind == "tmpfs-full":
-        return ballast.why_not_fill(Path(scenario.store.root))
-    if fault.kind == "disk-full":
-        return ballast.why_not_fill(_slow_tier(scenario, out))
-    return ""
+    fills = kind_of(fault.kind).fills
+    if fills == "store":
+        return why_not_fill(Path(scenario.store.root))
+    if fills == "disk":
+        return why_not_fill(_persistent_folder(scenario, out))
+    return why_no_cgroup(fault.kind)
 
 
-def _slow_tier(scenario: Scenario, out: Path) -> Path:
-    """Near enough to tell its file system."""
+def _persistent_folder(scenario: Scenario, out: Path) -> Path:
+    """Returns a folder near enough to the persistent tier to tell its file system."""
     if scenario.persist.dir:
         return Path(scenario.persist.dir)
     return Path(scenario.store.root) if file_settings_of(scenario).in_memory else out

@@ -10,13 +10,13 @@ from typing import Final
 from capricorn.errors import ConfigError
 from capricorn.units import GIB, MIB, format_bytes
 
-BALLAST: Final = "ballast"
+FILLER: Final = "filler"
 MAX_BYTES: Final = GIB
 """A file system of this size or more is not filled."""
 
 
 def why_not_fill(folder: Path) -> str:
-    """Why the file system of that folder, or of the nearest one above it that exists, may not be filled; else empty."""
+    """Returns why the file system of a folder, which need not exist yet, may not be filled; nothing if it may."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     stat = os.statvfs(there)
     size = stat.f_blocks * stat.f_frsize
@@ -34,11 +34,11 @@ def fill(folder: Path) -> None:
     """Leaves no room in the file system of that folder.
 
     Raises:
-        ConfigError: it is too large for that.
+        ConfigError: the file system is too large for that.
     """
     if reason := why_not_fill(folder):
         raise ConfigError(reason)
-    path, size = folder / BALLAST, 0
+    path, size = folder / FILLER, 0
     with path.open("ab") as file:
         for step in (MIB, 4096):
             while size < MAX_BYTES and _claim(file.fileno(), size, step):
@@ -46,8 +46,8 @@ def fill(folder: Path) -> None:
 
 
 def empty(folder: Path) -> None:
-    """Takes the ballast out again."""
-    (folder / BALLAST).unlink(missing_ok=True)
+    """Removes the filler file again."""
+    (folder / FILLER).unlink(missing_ok=True)
 
 
 def _claim(fd: int, offset: int, num_bytes: int) -> bool:

@@ -1,15 +1,18 @@
-"""Injected failures: an observer of the trainer that lets each strike once in a run, however often it starts again.
+"""Decides when a fault is injected: an observer of the trainer that claims each once in a run, however often that
+starts again.
 
-Knows when and who acts; what a failure does is told in `strikes`.
+Knows when and who acts; what a fault does is told in `inject`, and the life of one in `context`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
+from capricorn.config.fault_kinds import kind_of
 from capricorn.config.fault_spec import FaultSpec
-from capricorn.faults.inject import Scene, strike
+from capricorn.faults.context import FaultContext
+from capricorn.faults.inject import inject
 from capricorn.hooks import OpKey, TrainerHook, matches_op
 from capricorn.records.job_file import FAULTS, Job
 from capricorn.records.samples import EVENTS, EventSample, append
@@ -18,27 +21,26 @@ from capricorn.topology import Topology
 
 
 class FaultInjector(TrainerHook):
-    """Strikes when this rank is the one to act and the moment has come."""
+    """Injects a fault when this rank is the one to act and the moment has come."""
 
     def __init__(self, job: Job, rank: int, attempt: int) -> None:
         self._job, self._rank, self._attempt = job, rank, attempt
-        self._scene = Scene(job, rank)
+        self._context = FaultContext(job, rank)
         numbered = enumerate(job.scenario.faults)
         self._faults = [(index, fault) for index, fault in numbered if actor_of(fault, job.scenario.topology) == rank]
+        for _, fault in self._faults:
+            kind_of(fault.kind)  # one of one's own is loaded now: at its moment that would take time
         self._iteration = 0
 
-    @property
-    def store_tap(self) -> Callable[[str], None] | None:
-        """What has to hear of each change of the memory store; None if nothing needs to."""
-        return self._scene.countdown.tap if self._has("torn-commit") else None
-
     def routes(self, routes: Mapping[int, PacedRoute]) -> Mapping[int, PacedRoute]:
-        """The ways to the peers, or others in front of them on which a failure may damage what is sent."""
-        if not self._has("corrupt", where="wire"):
+        """Returns the ways to the peers, or lossy ones in front of them if a fault is to damage what is sent."""
+        if not any(fault.kind == "corrupt" and fault.where == "wire" for _, fault in self._faults):
             return routes
         topology = self._job.scenario.topology
         own = topology.node_of(self._rank)
-        return self._scene.wire.routes(routes, [r for r in range(topology.world_size) if topology.node_of(r) != own])
+        return self._context.lossy_routes.routes(
+            routes, [r for r in range(topology.world_size) if topology.node_of(r) != own]
+        )
 
     def on_iteration_begin(self, iteration: int) -> None:
         self._iteration = iteration
@@ -62,32 +64,29 @@ class FaultInjector(TrainerHook):
     def on_op_end(self, op: OpKey) -> None:
         self._at_op(op, "end")
 
-    def _has(self, kind: str, where: str = "") -> bool:
-        return any(fault.kind == kind and fault.where == where for _, fault in self._faults)
-
     def _at(self, moment: str) -> None:
         for index, fault in self._faults:
             if fault.iteration == self._iteration and fault.op == moment:
-                self._strike(index, fault)
+                self._inject(index, fault)
 
     def _at_op(self, op: OpKey, edge: str) -> None:
         for index, fault in self._faults:
             if fault.iteration == self._iteration and matches_op(fault.op, op, edge):
-                self._strike(index, fault)
+                self._inject(index, fault)
 
-    def _strike(self, index: int, fault: FaultSpec) -> None:
+    def _inject(self, index: int, fault: FaultSpec) -> None:
         if not self._claim(index):
-            return  # it struck in an earlier attempt
+            return  # it was injected in an earlier attempt
         # Nodes that are lost at the same moment are lost together: whoever comes first takes the others along.
         others = [each for number, each in enumerate(self._job.scenario.faults) if _is_lost_with(each, fault)
                   and number != index and self._claim(number)]  # fmt: skip
         for each in (*others, fault):
             self._tell(each)
         for each in (*others, fault):
-            strike(each, self._scene)
+            inject(each, self._context)
 
     def _claim(self, index: int) -> bool:
-        """Whether nobody has let that failure strike before."""
+        """Claims the fault for this run; returns False if it was claimed before."""
         folder = self._job.run_dir / FAULTS
         folder.mkdir(exist_ok=True)
         try:
@@ -109,7 +108,7 @@ class FaultInjector(TrainerHook):
 
 
 def actor_of(fault: FaultSpec, topology: Topology) -> int:
-    """The rank that makes the fault happen."""
+    """Returns the rank that injects the fault."""
     if fault.node is not None:
         return topology.ranks_of(fault.node)[0]
     return fault.rank or 0

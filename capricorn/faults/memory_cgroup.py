@@ -28,7 +28,7 @@ class _Version(NamedTuple):
 
 
 def why_not() -> str:
-    """Why no group can be made here; empty if one can. Makes one and removes it."""
+    """Makes a group and removes it again; returns why that does not work here, nothing if it does."""
     try:
         make(f"capricorn-probe-{os.getpid()}").rmdir()
     except ConfigError as error:
@@ -37,7 +37,7 @@ def why_not() -> str:
 
 
 def make(name: str) -> Path:
-    """The folder of a new group.
+    """Makes a group and returns its folder.
 
     Raises:
         ConfigError: it cannot be made.
@@ -78,7 +78,7 @@ def remove(name: str) -> None:
 
 
 def _versions() -> list[_Version]:
-    """Below our own group where that is shown, else at the top."""
+    """Returns where groups may be made: below our own group if that is shown, else at the top."""
     own = {line.split(":")[1]: line.split(":", 2)[2].strip().lstrip("/") for line in _lines(Path("/proc/self/cgroup"))}
     v1, v2 = _ROOT / "memory", _ROOT
     return [

@@ -1,4 +1,4 @@
-"""A stranger on the ports of a worker that was killed: takes each as soon as it is free and answers with garbage.
+"""Squats on the ports of a worker that was killed: takes each as soon as it is free and answers with garbage.
 
 Must import little, as it has to be there before the worker goes; ends with the launcher, whose lock it watches.
 """
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def _take(address: tuple[str, int], selector: selectors.BaseSelector) -> bool:
-    """Whether it listens there now."""
+    """Listens at the address if it is free; returns whether it is."""
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     try:
         # Reuse only lets it in beside connections of the dead; beside a listener it is refused.

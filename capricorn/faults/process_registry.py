@@ -1,4 +1,4 @@
-"""Which processes run the ranks: each worker writes down itself and its node's agent, for faults that strike others."""
+"""Which processes run the ranks: each worker writes down itself and its node's agent, for faults that hit others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ProcessName(NamedTuple):
         return cls(pid, psutil.Process(pid).create_time())
 
     def find(self) -> psutil.Process | None:
-        """None once it has ended."""
+        """Returns the process, or None once it has ended."""
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(self.pid)
             return process if process.create_time() == self.created_s else None
@@ -53,7 +53,7 @@ def register_worker(run_dir: Path, rank: int) -> None:
 
 
 def registered(run_dir: Path, rank: int) -> Registered | None:
-    """The newest processes of that rank; None if it never started."""
+    """Returns the newest processes of that rank; None if it never started."""
     try:
         worker, born_s, agent, agent_born_s = (run_dir / WORKERS / str(rank)).read_text().split()
     except FileNotFoundError:

@@ -1,6 +1,6 @@
-"""Undoes injected failures: after the time each lasts, when a node is replaced, or at the end of the run.
+"""Reverts injected faults: after the time each lasts, when a node is replaced, or at the end of the run.
 
-In the launcher, so that it also happens when the rank that struck is dead.
+In the launcher, so that it also happens when the rank that injected it is dead.
 """
 
 from __future__ import annotations
@@ -17,122 +17,124 @@ from typing import Final
 
 import psutil
 
+from capricorn.config.fault_kinds import kind_of
 from capricorn.config.fault_spec import FaultSpec
 from capricorn.emulation.paced_link import Link
 from capricorn.emulation.reshape import reshape
 from capricorn.emulation.shaping import INTERFACE, mending, slowing
 from capricorn.emulation.testbed import PACED, NetworkBackend
-from capricorn.faults import filler_file as ballast
+from capricorn.faults import filler_file
 from capricorn.faults import memory_cgroup as cgroup
-from capricorn.faults.inject import STRANGERS, cgroup_name, slow_tier
+from capricorn.faults.context import RevertContext, cgroup_name, persistent_folders
+from capricorn.faults.inject import PORT_SQUATTERS
 from capricorn.faults.process_registry import ProcessName, registered
 from capricorn.records.job_file import Job
 from capricorn.records.samples import EventSample
 from capricorn.units import Seconds
 
-STRANGER_TIMEOUT_S: Final[Seconds] = 5.0
+SQUATTER_TIMEOUT_S: Final[Seconds] = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Site:
-    """Where failures are undone."""
-
-    job: Job
-    network: NetworkBackend
-
-
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    """A failure that struck and is to be undone."""
+class PendingRevert:
+    """A fault that was injected and is to be reverted."""
 
     fault: FaultSpec
     due_s: Seconds
     """By the monotonic clock."""
 
 
-class Repairs:
-    """What struck and is not undone yet; called by the launcher's loop."""
+class Reverter:
+    """Reverts what was injected and can be; called by the launcher's loop."""
 
-    def __init__(self, job: Job, network: NetworkBackend) -> None:
-        self._site = _Site(job, network)
-        self._pending: list[_Pending] = []
+    def __init__(self, job: Job, testbed: NetworkBackend) -> None:
+        self._context = RevertContext(job, testbed)
+        self._pending: list[PendingRevert] = []
 
     def on_event(self, event: EventSample) -> None:
-        """Notes a failure that strikes now, if it can be undone."""
-        if event.event == "fault" and (fault := FaultSpec.parse(event.detail)).kind in _REPAIRS:
-            self._pending.append(_Pending(fault, time.monotonic() + (fault.seconds or math.inf)))
+        """Notes a fault that is injected now, if it can be reverted."""
+        if event.event == "fault" and _revert_of(fault := FaultSpec.parse(event.detail)) is not None:
+            self._pending.append(PendingRevert(fault, time.monotonic() + (fault.seconds or math.inf)))
 
     def tick(self) -> None:
-        """Undoes what has lasted long enough."""
-        self._undo(lambda each: each.due_s <= time.monotonic())
+        """Reverts what has lasted long enough."""
+        self._revert(lambda each: each.due_s <= time.monotonic())
 
     def node_replaced(self, node: int) -> None:
-        """A new machine has a good link."""
-        self._undo(lambda each: each.fault.node == node)
+        """Reverts what was done to a node, as a new machine has a good link."""
+        self._revert(lambda each: each.fault.node == node)
 
     def close(self) -> None:
-        """Undoes what would outlive the run; its processes have ended."""
-        self._undo(lambda each: each.fault.kind in _OUTLIVING)
+        """Reverts what would outlive the run; its processes have ended."""
+        self._revert(lambda each: kind_of(each.fault.kind).outlives_run)
 
-    def _undo(self, is_over: Callable[[_Pending], bool]) -> None:
+    def _revert(self, is_over: Callable[[PendingRevert], bool]) -> None:
         for each in [each for each in self._pending if is_over(each)]:
             self._pending.remove(each)
-            _REPAIRS[each.fault.kind](each.fault, self._site)
+            revert = _revert_of(each.fault)
+            assert revert is not None
+            revert(each.fault, self._context)
 
 
-def _go_on(fault: FaultSpec, site: _Site) -> None:
+def _revert_of(fault: FaultSpec) -> Callable[[FaultSpec, RevertContext], None] | None:
+    """Returns what reverts the fault; None if nothing does."""
+    return kind_of(fault.kind).revert or _REVERTS.get(fault.kind)
+
+
+def _go_on(fault: FaultSpec, context: RevertContext) -> None:
     assert fault.rank is not None
-    names = registered(site.job.run_dir, fault.rank)
+    names = registered(context.job.run_dir, fault.rank)
     if names is not None:
         names.worker.send(signal.SIGCONT)
 
 
-def _mend_link(fault: FaultSpec, site: _Site, *, act: Callable[[Link], None], script: Callable[..., str]) -> None:
-    """By `act` where links are paced, else by what `script` says to tc."""
-    cluster = site.job.scenario.cluster
+def _mend_link(
+    fault: FaultSpec, context: RevertContext, *, act: Callable[[Link], None], script: Callable[..., str]
+) -> None:
+    """Mends a link: by `act` where links are paced, else by what `script` says to tc."""
+    cluster = context.job.scenario.cluster
     assert fault.node is not None
     if cluster.links == PACED:
-        assert site.job.links_dir is not None
-        with contextlib.closing(Link(site.job.links_dir / f"out{fault.node}")) as link:
+        assert context.job.links_dir is not None
+        with contextlib.closing(Link(context.job.links_dir / f"out{fault.node}")) as link:
             act(link)
     else:
-        reshape(site.network.enter_node(fault.node), script(INTERFACE, cluster.rate, qos=cluster.qos))
+        reshape(context.testbed.enter_node(fault.node), script(INTERFACE, cluster.rate, qos=cluster.qos))
 
 
-def _make_room_in_memory(fault: FaultSpec, site: _Site) -> None:
-    ballast.empty(site.job.store_dir)
+def _make_room_in_memory(fault: FaultSpec, context: RevertContext) -> None:
+    filler_file.empty(context.job.store_dir)
 
 
-def _make_room_on_disk(fault: FaultSpec, site: _Site) -> None:
-    ballast.empty(slow_tier(site.job)[0])
+def _make_room_on_disk(fault: FaultSpec, context: RevertContext) -> None:
+    filler_file.empty(persistent_folders(context.job)[0])
 
 
-def _speed_up_disk(fault: FaultSpec, site: _Site) -> None:
-    assert site.job.storage_dir is not None
-    for path in site.job.storage_dir.iterdir():
+def _speed_up_disk(fault: FaultSpec, context: RevertContext) -> None:
+    assert context.job.storage_dir is not None
+    for path in context.job.storage_dir.iterdir():
         with contextlib.closing(Link(path)) as clock:
             clock.slow_down(1.0)
 
 
-def _end_strangers(fault: FaultSpec, site: _Site) -> None:
+def _end_squatters(fault: FaultSpec, context: RevertContext) -> None:
     with contextlib.suppress(FileNotFoundError):
-        for line in (site.job.run_dir / STRANGERS).read_text().splitlines():
+        for line in (context.job.run_dir / PORT_SQUATTERS).read_text().splitlines():
             pid, created_s = line.split()
-            if (stranger := ProcessName(int(pid), float(created_s)).find()) is not None:
-                stranger.kill()
+            if (squatter := ProcessName(int(pid), float(created_s)).find()) is not None:
+                squatter.kill()
                 with contextlib.suppress(psutil.TimeoutExpired):
-                    stranger.wait(STRANGER_TIMEOUT_S)
+                    squatter.wait(SQUATTER_TIMEOUT_S)
 
 
-def _remove_cgroup(fault: FaultSpec, site: _Site) -> None:
+def _remove_cgroup(fault: FaultSpec, context: RevertContext) -> None:
     assert fault.rank is not None
-    cgroup.remove(cgroup_name(site.job, fault.rank))
+    cgroup.remove(cgroup_name(context.job, fault.rank))
 
 
-_REPAIRS: Final[Mapping[str, Callable[[FaultSpec, _Site], None]]] = MappingProxyType({
+_REVERTS: Final[Mapping[str, Callable[[FaultSpec, RevertContext], None]]] = MappingProxyType({
     "stop": _go_on, "tmpfs-full": _make_room_in_memory,
     "slow-link": partial(_mend_link, act=lambda link: link.slow_down(1.0), script=slowing),
     "partition": partial(_mend_link, act=lambda link: link.hold(0.0), script=mending),
-    "disk-full": _make_room_on_disk, "disk-slow": _speed_up_disk, "port-taken": _end_strangers, "oom": _remove_cgroup,
+    "disk-full": _make_room_on_disk, "disk-slow": _speed_up_disk, "port-taken": _end_squatters, "oom": _remove_cgroup,
 })  # fmt: skip
-_OUTLIVING: Final = frozenset({"tmpfs-full", "disk-full", "port-taken", "oom"})

@@ -28,6 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final, TypeAlias
 
+from capricorn.config.fault_kinds import kind_of
 from capricorn.config.scenario import Scenario
 from capricorn.emulation.measure import measure_links
 from capricorn.emulation.route import Links
@@ -35,7 +36,7 @@ from capricorn.emulation.storage import Storage
 from capricorn.emulation.testbed import PACED, NetworkBackend, create_network
 from capricorn.errors import CapricornError
 from capricorn.faults.feasibility import check_faults
-from capricorn.faults.revert import Repairs
+from capricorn.faults.revert import Reverter
 from capricorn.launch.cpu_meter import CpuMeter
 from capricorn.launch.fork_client import Forker, ForkServer
 from capricorn.launch.forked_nodes import ForkedNodes
@@ -161,7 +162,7 @@ def _make_job(
         links_dir = store_dir / "links"
         Links.create(links_dir, cluster.nodes, cluster.rate).close()
     rate = emulation.storage_node_bytes_per_s if emulation is not None else None
-    if rate is None and any(fault.kind == "disk-slow" for fault in scenario.faults):
+    if rate is None and any("storage clocks" in kind_of(fault.kind).needs for fault in scenario.faults):
         rate = STORAGE_BYTES_PER_S
     if rate is not None:
         storage_dir = store_dir / "storage"
@@ -191,7 +192,7 @@ class RunLoop:
         self, job: Job, network: NetworkBackend, listener: RunListener, interrupts: Interrupts, make_nodes: MakeNodes
     ) -> None:
         self._job, self._network, self._listener, self._interrupts = job, network, listener, interrupts
-        self._make_nodes, self._repairs = make_nodes, Repairs(job, network)
+        self._make_nodes, self._reverter = make_nodes, Reverter(job, network)
         self._samples = Follower(job.run_dir / ITERATIONS, IterationSample)
         self._events = Follower(job.run_dir / EVENTS, EventSample)
         self._failures: list[str] = []
@@ -211,7 +212,7 @@ class RunLoop:
         if self._job.scenario.cluster.is_emulated:
             self._measure_links()
         self._interrupts.check()
-        nodes = self._make_nodes(self._job, self._network, log_dir, self._repairs.node_replaced)
+        nodes = self._make_nodes(self._job, self._network, log_dir, self._reverter.node_replaced)
         meter = CpuMeter()
         try:
             nodes.start()
@@ -231,7 +232,7 @@ class RunLoop:
                 nodes.stop()
                 self._tell_listener()
             finally:
-                self._repairs.close()
+                self._reverter.close()
             append(self._job.run_dir / CPU, meter.sample())
 
     def _measure_links(self) -> None:
@@ -255,9 +256,9 @@ class RunLoop:
         for event in self._events.new():
             if event.event == "failed":
                 self._failures.append(f"rank {event.rank}: {event.detail}")
-            self._repairs.on_event(event)
+            self._reverter.on_event(event)
             self._listener.on_event(event)
-        self._repairs.tick()
+        self._reverter.tick()
         self._listener.on_tick()
         return bool(samples)
 

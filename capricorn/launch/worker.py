@@ -224,7 +224,6 @@ class Worker:
             store_dir=self._job.node_dir(scenario.launch.node_rank if scenario.launch.nnodes else node),
             address=self._context.address(),
             routes=injector.routes(self._routes),
-            store_tap=injector.store_tap,
             storage_dir=self._job.storage_dir,
             files_dir=self._job.files_dir,
             settings=settings_of(scenario),

@@ -75,7 +75,7 @@ class ReplicatingSystem(CheckpointSystem):
 
     def attach(self, job: JobContext, state: FlatState) -> None:
         self.job, self._state, self._timeout_s = job, state, job.config.timeout_s
-        store = NodeStore.open(job.store_dir, job.store_tap)
+        store = NodeStore.open(job.store_dir)
         self._persister, self._store = Persister(job, store, self._counters), store
         holders, owners = self._peers(holders_of), self._peers(owners_on)
         layouts = gather_layouts(job.control_group, Layout(state.num_bytes, job.config.block_bytes, state.digest))

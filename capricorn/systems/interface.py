@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias
@@ -66,8 +66,6 @@ class JobContext:
     """Its name, if known."""
     settings: Any = None
     """The settings of the attached system, an instance of its own model; None if it has none."""
-    store_tap: Callable[[str], None] | None = None
-    """Called right before each change of this rank's part of the memory store, with what it is."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections import Counter
 from collections.abc import Sequence
@@ -13,43 +14,48 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capricorn.campaign.campaign_record import (
-    GIVEN,
+    AS_CONFIGURED,
     CampaignRecord,
     Case,
     Undisturbed,
     counts,
+    outcome_line,
     read_campaign,
     scenario_of,
     succeeded,
     write_campaign,
 )
 from capricorn.campaign.cases import PERSIST_EVERY, Asked, plan_cases
-from capricorn.campaign.sampling import check_kinds, draw, strikes_slow_tier
-from capricorn.campaign.verdict import PHASES, Judgement
+from capricorn.campaign.outcomes import PHASES
+from capricorn.campaign.sampling import draw
+from capricorn.campaign.verdict import Judgement
 from capricorn.compare.compare_record import parse_variants
-from capricorn.config.fault_spec import FAULT_KINDS, KINDS, LINK_KINDS, FaultSpec
+from capricorn.config.fault_kinds import KINDS, check_kinds
+from capricorn.config.fault_spec import FaultSpec
 from capricorn.config.fields import validate
 from capricorn.config.scenario import Scenario
 from capricorn.errors import ConfigError
 from capricorn.faults.applicability import why_not
-from capricorn.report.terminal.campaign_table import campaign_markdown, case_lines, grid_of, outcome_line
+from capricorn.report.terminal.campaign_table import campaign_markdown, case_lines, grid_of
 from capricorn.sizing.scale import scale
 from capricorn.systems.settings import override, settings_of
 from tests.support.judged import undisturbed
 from tests.support.recorded import scenario
 
+PUBLISHED = Path(__file__).parents[2] / "results" / "published"
 EMULATED = ("cluster.name=faults", "cluster.rate_bytes_per_s=400Mbit", "cluster.attention_s=0.01",
             "cluster.expert_s=0.01")  # fmt: skip
 PACED = scale(override(scenario(), EMULATED))
-LOCAL = [kind for kind in FAULT_KINDS if kind not in LINK_KINDS]
+ALL = tuple(KINDS)
+LOCAL = [name for name, kind in KINDS.items() if "links" not in kind.needs]
 
 
 def asked(
     systems: str = "capricorn", faults: Sequence[str] = (), kinds: Sequence[str] = (), num: int = 8, **fields: Any
 ) -> Asked:
     usual: dict[str, Any] = {
-        "options": ("--model", "mixtral-tiny"), "scenarios": {GIVEN: scenario(), "links": PACED, "paced": PACED},
-        "repeats": 1, "refused": {},
+        "options": ("--model", "mixtral-tiny"), "repeats": 1, "refused": {},
+        "scenarios": {AS_CONFIGURED: scenario(), "links": PACED, "paced": PACED},
     }  # fmt: skip
     specs = tuple(map(FaultSpec.parse, faults))
     return Asked(
@@ -74,10 +80,10 @@ def record_of(judgements: Sequence[Judgement | None], system: str = "capricorn",
         Case(number=number, system=system, fault=fault, repro=f"repeat {number}", judgement=each)
         for number, each in enumerate(judgements)
     )
-    run = Undisturbed(ground=GIVEN, system=system, reference=undisturbed())
+    run = Undisturbed(testbed=AS_CONFIGURED, system=system, reference=undisturbed())
     return CampaignRecord(
-        campaign_id="campaign", started_at="2026-11-30T00:00:00+00:00", options=(), scenarios={GIVEN: scenario()},
-        variants=parse_variants([system]), cases=cases, undisturbed=(run,),
+        campaign_id="campaign", started_at="2026-11-30T00:00:00+00:00", options=(),
+        scenarios={AS_CONFIGURED: scenario()}, variants=parse_variants([system]), cases=cases, undisturbed=(run,),
     )  # fmt: skip
 
 
@@ -87,10 +93,10 @@ def record_of(judgements: Sequence[Judgement | None], system: str = "capricorn",
 @settings(max_examples=200)
 @given(seed=st.integers(0, 10**6), number=st.integers(0, 1000))
 def test_whatever_is_drawn_can_be_spelled_read_back_and_strike(seed: int, number: int) -> None:
-    fault = draw(FAULT_KINDS, scenario(), seed, number)
+    fault = draw(ALL, scenario(), seed, number)
     assert FaultSpec.parse(str(fault)) == fault
     assert 2 <= fault.iteration <= scenario().train.iterations - 2
-    config = override(PACED if fault.kind in LINK_KINDS else scenario(), ["persist.every=2"])
+    config = override(PACED if fault.kind not in LOCAL else scenario(), ["persist.every=2"])
     struck = validate(Scenario, config.model_dump() | {"faults": (fault,)}, "test")
     assert why_not(fault, struck) == ""
 
@@ -107,7 +113,7 @@ def test_all_kinds_are_drawn_equally_often(seed: int) -> None:
 
 
 def test_in_time_every_place_length_target_and_moment_is_drawn() -> None:
-    faults = [draw(FAULT_KINDS, scenario(), 0, number) for number in range(3000)]
+    faults = [draw(ALL, scenario(), 0, number) for number in range(3000)]
     assert {fault.where for fault in faults if fault.kind == "corrupt"} == set(KINDS["corrupt"].places)
     assert {fault.seconds for fault in faults if fault.kind == "stop"} == {0.0, 1.0}
     assert {fault.rank for fault in faults if fault.rank is not None} == {0, 1}
@@ -115,9 +121,9 @@ def test_in_time_every_place_length_target_and_moment_is_drawn() -> None:
     assert len({fault.call for fault in faults if fault.kind == "torn-commit"}) == 12
 
 
-def test_the_slow_tier_is_struck_late_when_something_is_on_it() -> None:
+def test_the_persistent_tier_is_hit_late_when_something_is_on_it() -> None:
     faults = [draw(["group-loss", "corrupt", "kill"], scenario(), 0, number) for number in range(300)]
-    assert {fault.iteration for fault in faults if strikes_slow_tier(fault)} == {8, 9, 10}
+    assert {fault.iteration for fault in faults if fault.hits_persistent_tier} == {8, 9, 10}
     assert {fault.iteration for fault in faults if fault.kind == "kill"} == set(range(2, 11))
 
 
@@ -154,37 +160,38 @@ def test_what_this_machine_refuses_is_not_drawn() -> None:
         plan_cases(asked(kinds=["oom"], refused={"oom": "no cgroup"}))
 
 
-def test_half_of_what_is_drawn_has_a_slow_tier_and_what_strikes_one_always() -> None:
+def test_half_of_what_is_drawn_has_a_persistent_tier_and_what_hits_one_always() -> None:
     cases, _ = plan_cases(asked(kinds=["kill", "group-loss"], num=200))
     kills = [case.persist_every for case in cases if case.fault.kind == "kill"]
     assert 30 < kills.count(PERSIST_EVERY) < 70
     assert set(kills) == {0, PERSIST_EVERY}
     losses = [case for case in cases if case.fault.kind == "group-loss"]
-    assert {(case.persist_every, case.ground) for case in losses} == {(PERSIST_EVERY, "paced")}
+    assert {(case.persist_every, case.testbed) for case in losses} == {(PERSIST_EVERY, "paced")}
 
 
-def test_a_failure_has_the_ground_that_it_needs() -> None:
+def test_a_fault_has_the_testbed_that_it_needs() -> None:
     faults = ("kill@rank=0,iteration=4", "partition@node=0,iteration=4", "tmpfs-full@rank=0,iteration=4",
               "disk-full@iteration=4")  # fmt: skip
     cases, _ = plan_cases(asked("capricorn,torchsnapshot", faults=faults))
-    grounds = {(case.system, case.fault.kind): (case.ground, case.mount) for case in cases}
+    grounds = {(case.system, case.fault.kind): (case.testbed, case.mount) for case in cases}
     assert grounds == {
-        ("capricorn", "kill"): (GIVEN, ""), ("torchsnapshot", "kill"): (GIVEN, ""),
+        ("capricorn", "kill"): (AS_CONFIGURED, ""), ("torchsnapshot", "kill"): (AS_CONFIGURED, ""),
         ("capricorn", "partition"): ("links", ""), ("torchsnapshot", "partition"): ("links", ""),
-        ("capricorn", "tmpfs-full"): (GIVEN, "store"), ("torchsnapshot", "tmpfs-full"): (GIVEN, "store"),
-        ("capricorn", "disk-full"): ("paced", "disk"), ("torchsnapshot", "disk-full"): (GIVEN, "disk"),
+        ("capricorn", "tmpfs-full"): (AS_CONFIGURED, "store"),
+        ("torchsnapshot", "tmpfs-full"): (AS_CONFIGURED, "store"),
+        ("capricorn", "disk-full"): ("paced", "disk"), ("torchsnapshot", "disk-full"): (AS_CONFIGURED, "disk"),
     }  # fmt: skip
 
 
-def test_a_cluster_that_was_asked_for_is_every_grounds() -> None:
+def test_a_cluster_that_was_asked_for_is_the_only_testbed() -> None:
     faults = ("partition@node=0,iteration=4", "group-loss@node=0,iteration=9")
-    cases, _ = plan_cases(asked(faults=faults, scenarios={GIVEN: PACED}))
-    assert {case.ground for case in cases} == {GIVEN}
+    cases, _ = plan_cases(asked(faults=faults, scenarios={AS_CONFIGURED: PACED}))
+    assert {case.testbed for case in cases} == {AS_CONFIGURED}
 
 
 def test_a_case_runs_with_its_failure_alone_under_its_system() -> None:
     cases, _ = plan_cases(asked("gemini:gemini.mu=0.5", faults=["kill@rank=1,iteration=4", "kill-all@iteration=5"]))
-    config = scenario_of({GIVEN: scenario()}, parse_variants(["gemini:gemini.mu=0.5"])[0], cases[1])
+    config = scenario_of({AS_CONFIGURED: scenario()}, parse_variants(["gemini:gemini.mu=0.5"])[0], cases[1])
     assert config.faults == (FaultSpec.parse("kill-all@iteration=5"),)
     assert (config.system.name, settings_of(config).mu) == ("gemini", 0.5)
 
@@ -197,7 +204,7 @@ def test_the_command_that_repeats_a_case_says_all_and_can_be_pasted() -> None:
         str(cases[0].fault), "--persist-every", "2",
     ]  # fmt: skip
     given_one = asked(faults=["kill@rank=0,iteration=3"], options=("--persist-every", "5"),
-                      scenarios={GIVEN: override(scenario(), ["persist.every=5"])})  # fmt: skip
+                      scenarios={AS_CONFIGURED: override(scenario(), ["persist.every=5"])})  # fmt: skip
     case = plan_cases(given_one)[0][0]
     assert (case.persist_every, case.repro.count("--persist-every")) == (5, 1)
 
@@ -219,6 +226,19 @@ def test_a_record_is_read_back_as_it_was_written_and_damage_is_refused(tmp_path:
         read_campaign(tmp_path)
 
 
+def test_a_record_with_the_names_of_older_ones_is_read_as_if_it_had_those_of_today(tmp_path: Path) -> None:
+    record = record_of([judgement("NOT_TRIGGERED"), None])
+    written = record.model_dump_json().replace('"testbed"', '"ground"').replace("NOT_TRIGGERED", "NOT_STRUCK")
+    (tmp_path / "campaign.json").write_text(written.replace(AS_CONFIGURED, "given"))
+    assert read_campaign(tmp_path) == record
+
+
+@pytest.mark.parametrize("folder", sorted(PUBLISHED.glob("*-faults-*")), ids=lambda folder: folder.name)
+def test_published_campaigns_have_the_verdicts_that_were_published(folder: Path) -> None:
+    cases = json.loads((folder / "campaign.json").read_text())["cases"]
+    assert counts(read_campaign(folder).cases) == Counter(case["judgement"]["verdict"] for case in cases)
+
+
 def test_a_judged_case_takes_its_place() -> None:
     record = record_of([None, None])
     judged = record.cases[1].model_copy(update={"judgement": judgement("HARD_FAIL")})
@@ -235,7 +255,7 @@ def test_a_judged_case_takes_its_place() -> None:
         ("capricorn", "HARD_FAIL", True, False),
         ("capricorn", "HARD_FAIL", False, True),
         ("capricorn", "SILENT_DIVERGENCE", False, False),
-        ("capricorn:system.every=2", "NOT_STRUCK", True, False),
+        ("capricorn:system.every=2", "NOT_TRIGGERED", True, False),
         ("torchsnapshot", "SILENT_DIVERGENCE", True, True),
     ],
 )

@@ -11,22 +11,15 @@ from hypothesis import strategies as st
 from capricorn.campaign.economics import (
     Economics,
     MeasuredEconomics,
-    daly_interval,
     expected_ettr,
     iterations_between,
     wasted_s,
     young_interval,
 )
+from capricorn.campaign.outcomes import RunOutcome, mean_complete_s, mean_iteration_s, mean_stall_s, measured
 from capricorn.campaign.sampling import schedule
-from capricorn.campaign.verdict import Outcome
 from capricorn.errors import CapricornError, ConfigError
-from capricorn.report.terminal.economics_table import (
-    economics_markdown,
-    mean_complete_s,
-    mean_iteration_s,
-    mean_stall_s,
-    measured,
-)
+from capricorn.report.terminal.economics_table import economics_markdown
 from capricorn.systems.settings import override
 from tests.support.judged import digests, event, recovery, sample
 from tests.support.recorded import scenario
@@ -38,17 +31,8 @@ LONG = override(scenario(), ["train.iterations=500"])
 # --- formulas
 
 
-def test_young_and_daly_have_the_known_values() -> None:
+def test_the_interval_of_young_has_the_known_value() -> None:
     assert young_interval(2.0, 100.0) == 20.0
-    # sqrt(2 * 2 * 100) * (1 + sqrt(0.01) / 3 + 0.01 / 9) - 2
-    assert daly_interval(2.0, 100.0) == pytest.approx(20 * (1 + 0.1 / 3 + 0.01 / 9) - 2)
-
-
-@given(mtbf_s=seconds)
-def test_daly_is_young_for_short_checkpoints_and_the_mtbf_for_long_ones(mtbf_s: float) -> None:
-    short_s = 1e-10 * mtbf_s
-    assert daly_interval(short_s, mtbf_s) == pytest.approx(young_interval(short_s, mtbf_s), rel=1e-4)
-    assert daly_interval(2 * mtbf_s, mtbf_s) == mtbf_s
 
 
 @given(checkpoint_s=seconds, mtbf_s=seconds, factor=st.floats(0.1, 10))
@@ -126,14 +110,14 @@ def test_a_checkpoint_costs_the_stall_of_its_iteration_and_is_complete_when_it_i
 PLANNED = MeasuredEconomics(system="capricorn", every=1, checkpoint_s=0.01, complete_s=0.1)
 
 
-def struck_run() -> Outcome:
+def struck_run() -> RunOutcome:
     """Ten useful iterations of 1 s; struck at 4.5 s in iteration 5, back from iteration 3 after 2 s."""
     before = [sample(i, rank, at_s=1000.0 + i, duration_s=1.0) for i in range(1, 5) for rank in (0, 1)]
     after = [sample(i, rank, 1, at_s=1006.5 + i - 3, duration_s=1.0) for i in range(4, 11) for rank in (0, 1)]
     ready = [event("ready", rank, 0, at_s=1000.0) for rank in (0, 1)]
     phases = {"detected_at_s": 1005.0, "detect_s": 0.5, "restart_s": 1.0, "agree_s": 0.1, "fetch_s": 0.2, "load_s": 0.2}
     events = [*ready, event("fault", at_s=1004.5), *digests()]
-    return Outcome("run", [*before, *after], events, [recovery(3, 1, **phases)], 20.0)
+    return RunOutcome("run", [*before, *after], events, [recovery(3, 1, **phases)], 20.0)
 
 
 def test_wasted_time_is_split_into_what_it_went_for() -> None:
@@ -149,7 +133,7 @@ def test_wasted_time_is_split_into_what_it_went_for() -> None:
 
 
 def test_a_run_that_failed_is_told_and_not_measured() -> None:
-    failed = Outcome("run", (), (), (), 3.0, "no copy left")
+    failed = RunOutcome("run", (), (), (), 3.0, "no copy left")
     row = measured(PLANNED, failed, iteration_s=1.0, num_iterations=10, mtbf_s=50.0)
     assert (row.ettr, row.failure) == (None, "no copy left")
     text = economics_markdown(Economics(mtbf_s=50.0, node_loss_frac=0.1, iteration_s=1.0, rows=(row,)))

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capricorn.campaign.verdict import Outcome, difference, reference_of, survives
+from capricorn.campaign.outcomes import RunOutcome
+from capricorn.campaign.verdict import difference, reference_of, survives
 from capricorn.config.fault_spec import FaultSpec
 from capricorn.errors import CapricornError
 from capricorn.systems.settings import override
@@ -93,7 +94,7 @@ def test_starting_over_is_lost_work_however_well_it_ends() -> None:
 
 
 def test_a_failure_that_never_came_is_no_pass() -> None:
-    assert judged(outcome(recoveries=(), resumed=LAST, reached=LAST, events=digests())).verdict == "NOT_STRUCK"
+    assert judged(outcome(recoveries=(), resumed=LAST, reached=LAST, events=digests())).verdict == "NOT_TRIGGERED"
 
 
 def test_a_run_that_did_not_end_well_is_a_hard_fail_and_starts_that_never_trained_are_not_told() -> None:
@@ -108,7 +109,7 @@ def test_a_run_that_did_not_end_well_is_a_hard_fail_and_starts_that_never_traine
 
 
 @pytest.mark.parametrize(
-    ("settings", "reached", "resumed", "sources", "on_disk", "verdict"),
+    ("settings", "reached", "resumed", "sources", "persisted", "verdict"),
     [
         (["system.every=3"], 10, 5, ("local", "local"), None, "PASS"),
         (["system.every=3"], 10, 4, ("local", "local"), None, "LOST_WORK"),
@@ -121,18 +122,18 @@ def test_a_run_that_did_not_end_well_is_a_hard_fail_and_starts_that_never_traine
     ],
 )
 def test_what_may_be_lost_is_what_the_intervals_explain(
-    settings: list[str], reached: int, resumed: int, sources: tuple[str, ...], on_disk: Any, verdict: str
+    settings: list[str], reached: int, resumed: int, sources: tuple[str, ...], persisted: Any, verdict: str
 ) -> None:
     struck = outcome(
-        resumed, reached, recoveries=[recovery(resumed, reached - resumed, sources)], on_disk=on_disk
+        resumed, reached, recoveries=[recovery(resumed, reached - resumed, sources)], persisted=persisted
     )  # fmt: skip
     assert judged(struck, config=override(scenario(), settings)).verdict == verdict
 
 
-def test_a_damaged_checkpoint_on_disk_explains_the_one_before() -> None:
+def test_a_damaged_checkpoint_persisted_explains_the_one_before() -> None:
     config = override(scenario(), ["persist.every=3"])
     fault = FaultSpec.parse("corrupt@rank=0,iteration=11,where=disk")
-    struck = outcome(3, 10, recoveries=[recovery(3, 7, ("persistent",) * 2)], on_disk=(3, 6))
+    struck = outcome(3, 10, recoveries=[recovery(3, 7, ("persistent",) * 2)], persisted=(3, 6))
     assert judged(struck, fault, config).verdict == "PASS"
 
 
@@ -168,10 +169,10 @@ def test_whether_a_copy_survives_depends_on_what_is_struck_and_what_else_there_i
     assert survives(FaultSpec.parse(fault), override(scenario(), settings)) is left
 
 
-@pytest.mark.parametrize(("on_disk", "left"), [((), False), ((2,), True)])
-def test_what_was_seen_on_disk_goes_before_what_should_be_there(on_disk: tuple[int, ...], left: bool) -> None:
+@pytest.mark.parametrize(("persisted", "left"), [((), False), ((2,), True)])
+def test_what_was_seen_persisted_goes_before_what_should_be_there(persisted: tuple[int, ...], left: bool) -> None:
     config = override(scenario(), ["persist.every=2"])
-    assert survives(FaultSpec.parse("group-loss@node=0,iteration=9"), config, on_disk) is left
+    assert survives(FaultSpec.parse("group-loss@node=0,iteration=9"), config, persisted) is left
 
 
 # --- without a failure
@@ -193,12 +194,12 @@ def test_two_undisturbed_runs_differ_by_the_first_loss_that_does(rank: int, iter
         for s in samples
     ]
     reference = undisturbed()
-    theirs = reference_of(Outcome("other", other, digests(), (), 1.0), scenario())
+    theirs = reference_of(RunOutcome("other", other, digests(), (), 1.0), scenario())
     assert difference(reference, reference) == ""
     assert f"rank {rank} in iteration {iteration}" in difference(theirs, reference)
 
 
 def test_undisturbed_runs_may_differ_in_their_last_state_alone() -> None:
     samples = [sample(i, r) for i in range(1, LAST + 1) for r in range(NUM_RANKS)]
-    theirs = reference_of(Outcome("other", samples, digests({0: "x"}), (), 1.0), scenario())
+    theirs = reference_of(RunOutcome("other", samples, digests({0: "x"}), (), 1.0), scenario())
     assert difference(theirs, undisturbed()) == "the last state of rank 0 differs"

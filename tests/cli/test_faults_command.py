@@ -10,11 +10,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from capricorn.cli.campaign_ground import PREFIX, remove_leftovers, small_file_system
 
 from capricorn.campaign.campaign_record import read_campaign
-from capricorn.errors import CapricornError
-from capricorn.units import MIB
 from tests.cli.test_cli import cli
 from tests.support.runs import PROGRAM, Done, command, polls
 
@@ -156,28 +153,3 @@ def test_repro_prints_the_commands_and_starts_nothing(tmp_path: Path, capsys: py
     assert not list(tmp_path.iterdir())
     assert cli("faults", *DEVICE, "--kinds", "kill", "--seed", "7", "--case", "1", "--repro", "--json") == 0
     assert json.loads(capsys.readouterr().out) == {"repros": [lines[1]]}
-
-
-# --- small file systems
-
-
-def test_a_small_file_system_is_gone_at_the_end_and_a_leftover_with_the_next(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("capricorn.cli.campaign_ground.gettempdir", lambda: str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    try:
-        with small_file_system(MIB) as root:
-            assert root.is_mount()
-            remove_leftovers()
-            assert root.is_mount(), "it is ours, and we are alive"
-            (root / "open").write_bytes(bytes(100))
-    except CapricornError as error:
-        pytest.skip(str(error))
-    left = tmp_path / f"{PREFIX}left"
-    (left / "fs").mkdir(parents=True)
-    (left / "lock").touch()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "tmpfs", left / "fs"], check=False)
-    assert mounted.returncode == 0
-    remove_leftovers()
-    assert not list(tmp_path.iterdir())

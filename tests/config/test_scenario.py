@@ -10,7 +10,8 @@ from pydantic import ValidationError
 from capricorn.compare.compare_record import flat_settings
 from capricorn.config import resolve
 from capricorn.config.cluster import ClusterConfig
-from capricorn.config.fault_spec import KINDS, FaultSpec
+from capricorn.config.fault_kinds import KINDS
+from capricorn.config.fault_spec import FaultSpec
 from capricorn.config.fields import validate
 from capricorn.config.presets import MODELS
 from capricorn.config.resolve import load_model, parse_ckpt

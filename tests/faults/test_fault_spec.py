@@ -5,38 +5,40 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from capricorn.config.cluster import ClusterConfig
-from capricorn.config.fault_spec import KINDS
+from capricorn.config.fault_kinds import KINDS
 from capricorn.config.fields import validate
 from capricorn.config.scenario import Scenario
 from capricorn.errors import ConfigError
-from capricorn.faults import filler_file as ballast
-from capricorn.faults import inject as strikes
+from capricorn.faults import filler_file
 from capricorn.faults.applicability import why_not
-from capricorn.faults.corrupt import Wire, damage_copies, damage_files
+from capricorn.faults.corrupt import LossyRoutes, damage_copies, damage_files
 from capricorn.faults.feasibility import check_faults
+from capricorn.faults.inject import INJECTIONS
 from capricorn.faults.injector import FaultInjector
-from capricorn.faults.kill_point import Countdown
+from capricorn.faults.kill_point import KillPoint
 from capricorn.faults.process_registry import ProcessName
 from capricorn.records.samples import EVENTS, EventSample, read_samples
 from capricorn.runtime.store.node_store import NodeStore
+from capricorn.runtime.store.slot import AUDIT_EVENT
 from capricorn.systems.settings import override
 from capricorn.topology import Topology
+from tests.support.fault_jobs import DEADLINE_S, LAYOUT, TINY, damaged, fault, in_child, make_job, save, with_faults
 from tests.support.mounts import tmpfs
-from tests.support.struck import DEADLINE_S, LAYOUT, TINY, damaged, fault, in_child, make_job, save, with_faults
 
 # --- what can happen to what
 
 
 def test_every_kind_can_be_made_to_happen() -> None:
-    assert strikes.STRIKES.keys() == KINDS.keys()
+    assert INJECTIONS.keys() == KINDS.keys()
 
 
 @pytest.mark.parametrize(
@@ -91,14 +93,14 @@ def test_a_large_file_system_is_never_filled(text: str, settings: tuple[str, ...
     with pytest.raises(ConfigError, match="mount a small tmpfs"):
         check_faults(with_faults(text, scenario=override(TINY, list(settings))), tmp_path / "new" / "out")
     with pytest.raises(ConfigError, match="mount a small tmpfs"):
-        ballast.fill(tmp_path)
+        filler_file.fill(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
 # --- when
 
 
-def test_a_failure_strikes_once_however_often_the_rank_starts(tmp_path: Path) -> None:
+def test_a_fault_is_injected_once_however_often_the_rank_starts(tmp_path: Path) -> None:
     job = make_job(tmp_path, "clock-jump@rank=1,iteration=3,op=after_update")
     before = time.time
     try:
@@ -114,11 +116,9 @@ def test_a_failure_strikes_once_however_often_the_rank_starts(tmp_path: Path) ->
 
 
 def test_nothing_stands_in_the_way_of_a_rank_without_failures(tmp_path: Path) -> None:
-    job = make_job(tmp_path, "torn-commit@rank=1,iteration=3", "corrupt@rank=1,iteration=3,where=wire")
+    job = make_job(tmp_path, "corrupt@rank=1,iteration=3,where=wire")
     routes: dict[int, object] = {}
-    assert FaultInjector(job, 0, 0).store_tap is None
     assert FaultInjector(job, 0, 0).routes(routes) is routes  # type: ignore[arg-type]
-    assert FaultInjector(job, 1, 0).store_tap is not None
     assert FaultInjector(job, 1, 0).routes(routes).keys() == {0}  # type: ignore[arg-type]
 
 
@@ -193,7 +193,7 @@ def test_of_the_newest_complete_checkpoint_on_disk_the_largest_file_is_damaged(k
 
 
 def test_one_piece_on_the_wire_is_damaged_and_the_sender_keeps_its_own(tmp_path: Path) -> None:
-    wire, payload = Wire(), memoryview(bytes(1000))
+    wire, payload = LossyRoutes(), memoryview(bytes(1000))
     route = wire.routes({}, [1])[1]
     assert list(route.pieces(payload)) == [payload]
     wire.damage_next(fault("corrupt@rank=0,iteration=6,where=wire"))
@@ -218,9 +218,9 @@ def test_a_layout_that_is_stored_already_needs_no_room(tmp_path: Path) -> None:
     with tmpfs("1M") as root:
         store = NodeStore.create(root / "node", "run", 0, Topology(1, 1))
         store.write_manifest(0, "{}")
-        ballast.fill(root)
+        filler_file.fill(root)
         store.write_manifest(0, "{}")
-        ballast.empty(root)
+        filler_file.empty(root)
         assert os.statvfs(root).f_bavail
 
 
@@ -228,15 +228,21 @@ def test_a_layout_that_is_stored_already_needs_no_room(tmp_path: Path) -> None:
 
 
 def test_a_store_tells_of_every_change_before_it_is_made(tmp_path: Path) -> None:
-    calls: list[str] = []
     NodeStore.create(tmp_path / "node", "run", 0, Topology(1, 1))
-    store = NodeStore.open(tmp_path / "node", calls.append)
-    store.write_manifest(0, "{}")
-    store.open_slots(0, LAYOUT)
-    save(store, 0, 1)
-    store.forget_after(0)
-    store.close()
-    assert calls == ["manifest", "create", "create", "begin", *["block"] * 3, "commit", "abort"]
+
+    def write() -> None:
+        told = (tmp_path / "told").open("a", buffering=1)
+        sys.addaudithook(lambda event, arguments: event == AUDIT_EVENT and print(*arguments, file=told))
+        store = NodeStore.open(tmp_path / "node")
+        store.write_manifest(0, "{}")
+        store.open_slots(0, LAYOUT)
+        save(store, 0, 1)
+        store.forget_after(0)
+        store.close()
+
+    assert in_child(write) == 0
+    told = (tmp_path / "told").read_text().split()
+    assert told == ["manifest", "create", "create", "begin", *["block"] * 3, "commit", "abort"]
 
 
 @pytest.mark.parametrize("call", [1, 2, 3])
@@ -245,8 +251,7 @@ def test_a_process_is_killed_right_before_the_change_of_its_files_that_was_asked
     (tmp_path / "tier" / "there").touch()
 
     def write() -> None:
-        countdown = Countdown()
-        countdown.start(call, [tmp_path / "tier"])
+        KillPoint().arm(call, [tmp_path / "tier"])
         (tmp_path / "elsewhere").touch()
         (tmp_path / "tier" / "there").read_text()
         (tmp_path / "tier" / "a").write_text("1")
@@ -260,15 +265,51 @@ def test_a_process_is_killed_right_before_the_change_of_its_files_that_was_asked
     assert (tmp_path / "elsewhere").exists()
 
 
+CHANGES: dict[str, Callable[[Path, int], object]] = {
+    "open": lambda tier, fd: (tier / "new").write_text("1"),
+    "truncate": lambda tier, fd: os.truncate(tier / "there", 1),
+    "remove": lambda tier, fd: os.remove(tier / "there"),
+    "remove in an open folder": lambda tier, fd: os.remove("there", dir_fd=fd),
+    "rmdir": lambda tier, fd: (tier / "empty").rmdir(),
+    "mkdir": lambda tier, fd: os.mkdir(tier / "new"),
+    "mkdir in an open folder": lambda tier, fd: os.mkdir("new", dir_fd=fd),
+    "rename": lambda tier, fd: os.rename(tier / "there", tier / "new"),
+    "rename out of an open folder": lambda tier, fd: os.rename("there", tier.parent / "new", src_dir_fd=fd),
+    "rename from elsewhere": lambda tier, fd: os.rename(tier.parent / "elsewhere", tier / "new"),
+    "link from elsewhere": lambda tier, fd: os.link(tier.parent / "elsewhere", tier / "new"),
+    "symlink": lambda tier, fd: os.symlink("/nowhere", tier / "new"),
+    "symlink in an open folder": lambda tier, fd: os.symlink("/nowhere", "new", dir_fd=fd),
+    "relative": lambda tier, fd: (os.chdir(tier), Path("new").touch()),
+}
+"""By name: one change of the files of a folder, which is also open."""
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_whatever_changes_a_file_of_the_tier_is_heard_of_before_it_is_made(change: str, tmp_path: Path) -> None:
+    tier = tmp_path / "tier"
+    (tier / "empty").mkdir(parents=True)
+    for path in (tier / "there", tmp_path / "elsewhere"):
+        path.write_text("content")
+
+    def act() -> None:
+        fd = os.open(tier, os.O_RDONLY)
+        KillPoint().arm(1, [tier])
+        os.truncate(tmp_path / "elsewhere", 3)
+        CHANGES[change](tier, fd)
+
+    assert in_child(act) == -signal.SIGKILL
+    assert {path.name for path in tier.iterdir()} == {"there", "empty"}
+    assert (tier / "there").read_text() == "content"
+
+
 def test_a_process_is_killed_right_before_the_change_of_its_store_that_was_asked_for(tmp_path: Path) -> None:
     NodeStore.create(tmp_path / "node", "run", 0, Topology(1, 1))
 
     def write() -> None:
-        countdown = Countdown()
-        store = NodeStore.open(tmp_path / "node", countdown.tap)
+        store = NodeStore.open(tmp_path / "node")
         store.open_slots(0, LAYOUT)
         save(store, 0, 1)
-        countdown.start(5, [])
+        KillPoint().arm(5, [])
         save(store, 0, 2)
 
     assert in_child(write) == -signal.SIGKILL

@@ -14,24 +14,25 @@ from pathlib import Path
 
 import pytest
 
+from capricorn.config.fault_kinds import DISK_FRAC
 from capricorn.emulation.fabric import NamespaceEntry, Shape
 from capricorn.emulation.paced_link import Link, create_links
 from capricorn.emulation.reshape import reshape
 from capricorn.emulation.shaping import INTERFACE, cutting, mending, slowing
 from capricorn.emulation.testbed import Loopback
 from capricorn.errors import ConfigError
-from capricorn.faults import filler_file as ballast
-from capricorn.faults import inject as strikes
+from capricorn.faults import filler_file
 from capricorn.faults import memory_cgroup as cgroup
-from capricorn.faults.inject import DISK_FRAC, Scene, strike
+from capricorn.faults.context import FaultContext, cgroup_name
+from capricorn.faults.inject import inject
 from capricorn.faults.process_registry import register_worker, registered
-from capricorn.faults.revert import Repairs
+from capricorn.faults.revert import Reverter
 from capricorn.records.job_file import Job
 from capricorn.records.samples import EventSample
+from tests.support.fault_jobs import DEADLINE_S, fault, in_child, make_job
 from tests.support.mounts import tmpfs
 from tests.support.namespaces import fabric, output, start
 from tests.support.runs import polls
-from tests.support.struck import DEADLINE_S, fault, in_child, make_job
 
 # --- processes
 
@@ -41,25 +42,25 @@ def test_a_stopped_worker_goes_on_after_its_time_and_not_before(tmp_path: Path) 
     pid = os.fork()
     if pid == 0:
         register_worker(job.run_dir, 1)
-        strike(fault("stop@rank=1,iteration=3"), Scene(job, 1))
+        inject(fault("stop@rank=1,iteration=3"), FaultContext(job, 1))
         os._exit(7)
     assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])
     names = registered(job.run_dir, 1)
     assert names is not None
     assert (names.worker.pid, names.agent.pid) == (pid, os.getpid())
-    repairs = Repairs(job, Loopback())
-    repairs.on_event(struck("stop@rank=1,iteration=3"))  # for good
-    repairs.tick()
+    reverter = Reverter(job, Loopback())
+    reverter.on_event(event_of("stop@rank=1,iteration=3"))  # for good
+    reverter.tick()
     assert os.waitpid(pid, os.WNOHANG | os.WUNTRACED) == (0, 0)
-    repairs.on_event(struck("stop@rank=1,iteration=3,seconds=0.01"))
+    reverter.on_event(event_of("stop@rank=1,iteration=3,seconds=0.01"))
     for _ in polls(DEADLINE_S):
-        repairs.tick()
+        reverter.tick()
         if (ended := os.waitpid(pid, os.WNOHANG))[0]:
             break
     assert os.waitstatus_to_exitcode(ended[1]) == 7
 
 
-def struck(text: str) -> EventSample:
+def event_of(text: str) -> EventSample:
     return EventSample(event="fault", at_s=0.0, attempt=0, rank=0, iteration=3, detail=text)
 
 
@@ -68,48 +69,48 @@ def test_the_kernel_kills_who_runs_out_of_its_cgroup_and_nothing_is_left_of_it(t
         pytest.skip(reason)
     job = make_job(tmp_path)
     oom = "oom@rank=1,iteration=3"
-    assert in_child(lambda: strike(fault(oom), Scene(job, 1))) == -signal.SIGKILL
+    assert in_child(lambda: inject(fault(oom), FaultContext(job, 1))) == -signal.SIGKILL
     assert groups(job)
-    repairs = Repairs(job, Loopback())
-    repairs.on_event(struck(oom))
-    repairs.close()
+    reverter = Reverter(job, Loopback())
+    reverter.on_event(event_of(oom))
+    reverter.close()
     assert not groups(job)
 
 
 def groups(job: Job) -> list[Path]:
-    return list(Path("/sys/fs/cgroup").rglob(strikes.cgroup_name(job, 1)))
+    return list(Path("/sys/fs/cgroup").rglob(cgroup_name(job, 1)))
 
 
-def test_a_stranger_takes_the_ports_of_a_dead_worker_and_goes_with_the_run(tmp_path: Path) -> None:
+def test_a_port_squatter_takes_the_ports_of_a_dead_worker_and_goes_with_the_run(tmp_path: Path) -> None:
     job = make_job(tmp_path)
     lock = (job.store_dir / "lock").open("w")
     fcntl.flock(lock, fcntl.LOCK_EX)
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     taken = "port-taken@rank=1,iteration=3"
-    assert in_child(lambda: strike(fault(taken), Scene(job, 1))) == -signal.SIGKILL
+    assert in_child(lambda: inject(fault(taken), FaultContext(job, 1))) == -signal.SIGKILL
     listener.close()
     assert any(answers(port) for _ in polls(DEADLINE_S))
-    repairs = Repairs(job, Loopback())
-    repairs.on_event(struck(taken))
-    repairs.close()
+    reverter = Reverter(job, Loopback())
+    reverter.on_event(event_of(taken))
+    reverter.close()
     assert not answers(port)
     lock.close()
 
 
-def test_a_stranger_goes_also_when_the_launcher_just_dies(tmp_path: Path) -> None:
+def test_a_port_squatter_goes_also_when_the_launcher_just_dies(tmp_path: Path) -> None:
     lock = (tmp_path / "lock").open("w")
     fcntl.flock(lock, fcntl.LOCK_EX)
-    stranger = subprocess.Popen(
+    squatter = subprocess.Popen(
         [sys.executable, "-m", "capricorn.faults.port_squatter", str(tmp_path / "lock"), json.dumps([])],
         stdout=subprocess.PIPE,
     )
-    assert stranger.stdout is not None
-    with stranger.stdout:
-        assert stranger.stdout.readline() == b"ready\n"
-    assert stranger.poll() is None
+    assert squatter.stdout is not None
+    with squatter.stdout:
+        assert squatter.stdout.readline() == b"ready\n"
+    assert squatter.poll() is None
     lock.close()
-    assert stranger.wait(DEADLINE_S) == 0
+    assert squatter.wait(DEADLINE_S) == 0
 
 
 def answers(port: int) -> bool:
@@ -154,55 +155,55 @@ def took(path: Path) -> float:
 @pytest.mark.parametrize("undo", ["time", "replaced"])
 def test_a_slow_link_is_good_again_after_its_time_or_with_a_new_node(undo: str, paced: Job) -> None:
     text = f"slow-link@node=1,iteration=3,seconds={0.01 if undo == 'time' else 100}"
-    strike(fault(text), Scene(paced, 1))
+    inject(fault(text), FaultContext(paced, 1))
     out = paced.links_dir
     assert out is not None
     assert took(out / "out1") == pytest.approx(20.0)
     assert took(out / "out0") == pytest.approx(1.0)
-    repairs = Repairs(paced, Loopback())
-    repairs.on_event(struck(text))
+    reverter = Reverter(paced, Loopback())
+    reverter.on_event(event_of(text))
     if undo == "time":
-        assert any(repairs.tick() or took(out / "out1") == pytest.approx(1.0) for _ in polls(DEADLINE_S))
+        assert any(reverter.tick() or took(out / "out1") == pytest.approx(1.0) for _ in polls(DEADLINE_S))
     else:
-        repairs.tick()
-        repairs.node_replaced(0)
+        reverter.tick()
+        reverter.node_replaced(0)
         assert took(out / "out1") == pytest.approx(20.0)
-        repairs.node_replaced(1)
+        reverter.node_replaced(1)
         assert took(out / "out1") == pytest.approx(1.0)
 
 
 def test_nothing_leaves_a_cut_node_until_it_is_replaced(paced: Job) -> None:
     text = "partition@node=1,iteration=3,seconds=0"
-    strike(fault(text), Scene(paced, 1))
+    inject(fault(text), FaultContext(paced, 1))
     assert paced.links_dir is not None
     link = Link(paced.links_dir / "out1")
     assert link.reserve(1) > time.monotonic() + 1000
-    repairs = Repairs(paced, Loopback())
-    repairs.on_event(struck(text))
-    repairs.node_replaced(1)
+    reverter = Reverter(paced, Loopback())
+    reverter.on_event(event_of(text))
+    reverter.node_replaced(1)
     assert link.reserve(1) < time.monotonic() + 1000
     link.close()
 
 
 def test_a_slow_disk_takes_a_hundred_times_as_long_for_its_time(paced: Job) -> None:
-    strike(fault("disk-slow@iteration=3"), Scene(paced, 0))
+    inject(fault("disk-slow@iteration=3"), FaultContext(paced, 0))
     assert paced.storage_dir is not None
     assert took(paced.storage_dir / "node0") == pytest.approx(1 / DISK_FRAC)
     assert took(paced.storage_dir / "total") == pytest.approx(0.5 / DISK_FRAC)
-    repairs = Repairs(paced, Loopback())
-    repairs.on_event(struck("disk-slow@iteration=3,seconds=0.01"))
-    assert any(repairs.tick() or took(paced.storage_dir / "node0") == pytest.approx(1.0) for _ in polls(DEADLINE_S))
+    reverter = Reverter(paced, Loopback())
+    reverter.on_event(event_of("disk-slow@iteration=3,seconds=0.01"))
+    assert any(reverter.tick() or took(paced.storage_dir / "node0") == pytest.approx(1.0) for _ in polls(DEADLINE_S))
 
 
 def test_a_full_disk_has_room_again_after_its_time(tmp_path: Path) -> None:
     job = make_job(tmp_path)
     with tmpfs("1M") as root:
         job = job.model_copy(update={"files_dir": root})
-        strike(fault("disk-full@iteration=3"), Scene(job, 0))
+        inject(fault("disk-full@iteration=3"), FaultContext(job, 0))
         assert not os.statvfs(root).f_bavail
-        repairs = Repairs(job, Loopback())
-        repairs.on_event(struck("disk-full@iteration=3,seconds=0.01"))
-        assert any(repairs.tick() or os.statvfs(root).f_bavail for _ in polls(DEADLINE_S))
+        reverter = Reverter(job, Loopback())
+        reverter.on_event(event_of("disk-full@iteration=3,seconds=0.01"))
+        assert any(reverter.tick() or os.statvfs(root).f_bavail for _ in polls(DEADLINE_S))
 
 
 def test_a_link_in_the_kernel_is_slowed_cut_and_mended_from_outside_its_node() -> None:
@@ -232,7 +233,7 @@ def shaped(node: NamespaceEntry) -> dict[str, str]:
 
 def test_a_file_system_without_a_limit_is_never_filled() -> None:
     with tmpfs("0") as folder:
-        assert "has no limit" in ballast.why_not_fill(folder)
+        assert "has no limit" in filler_file.why_not_fill(folder)
         with pytest.raises(ConfigError, match="has no limit"):
-            ballast.fill(folder)
+            filler_file.fill(folder)
         assert list(folder.iterdir()) == []

@@ -32,13 +32,12 @@ from tests.support.crashing import (
     OWNERS,
     Ground,
     Report,
-    Tap,
     complaint,
+    crash_point,
     ends_killed,
     fill,
     fresh,
-    ignore,
-    kill_at,
+    killed_at,
     start,
     stop,
     tear_at,
@@ -51,27 +50,27 @@ ME = Identity("run", 0, b"secret")
 # --- one process that writes the slots of two owners
 
 
-def write(folder: Path, tap: Tap, report: Report, last: int = LAST) -> None:
+def write(folder: Path, report: Report, last: int = LAST) -> None:
     """What a rank does from its start on: goes on from the newest iteration that all owners have."""
-    with closing(NodeStore.open(folder, tap)) as store:
+    with closing(NodeStore.open(folder)) as store:
         for owner in OWNERS:
             store.open_slots(owner, LAYOUT)
             store.write_manifest(owner, "{}")
         keep = max([0, *set.intersection(*(set(store.iterations(owner)) for owner in OWNERS))])
         store.forget_after(keep)
         for iteration in range(keep + 1, last + 1):
-            if sum(save(store, owner, iteration, keep, tap) for owner in OWNERS) == len(OWNERS):
+            if sum(save(store, owner, iteration, keep) for owner in OWNERS) == len(OWNERS):
                 keep = iteration
                 report(keep)
             if iteration == ROLLED_BACK:  # and one owner is further by then
-                save(store, HOLDER, iteration + 1, keep, tap)
+                save(store, HOLDER, iteration + 1, keep)
                 store.forget_after(keep)
 
 
-def save(store: NodeStore, owner: int, iteration: int, keep: int, tap: Tap) -> bool:
+def save(store: NodeStore, owner: int, iteration: int, keep: int) -> bool:
     """Whether it became complete."""
     slot = store.begin(owner, iteration, keep)
-    fill(slot, owner, iteration, tap)
+    fill(slot, owner, iteration)
     if (owner, iteration) == ABORTED:
         store.abort(slot)
     else:
@@ -86,7 +85,7 @@ def judge_store(ground: Ground) -> None:
     reported = ground.reported
     missing = {(owner, reported) for owner in OWNERS if reported} - held
     assert not missing, f"iteration {reported} was complete everywhere; lost: {missing}"
-    write(ground.nodes[0], ignore, ground.report, last=max(reported, ABORTED[1]) + 2)
+    write(ground.nodes[0], ground.report, last=max(reported, ABORTED[1]) + 2)
     assert ground.reported == max(reported, ABORTED[1]) + 2
     with closing(NodeStore.open(ground.nodes[0])) as store:
         assert {(owner, ground.reported) for owner in OWNERS} <= complete_copies(store)
@@ -94,14 +93,14 @@ def judge_store(ground: Ground) -> None:
 
 def write_torn(ground: Ground, number: int, cut: int) -> None:
     tear_at(number, cut)
-    write(ground.nodes[0], ignore, ground.report)
+    write(ground.nodes[0], ground.report)
 
 
 def killed_writers(root: Path, every: int) -> Iterator[str]:
     """A writer that is killed before any of its changes."""
     for number in count(0, every):
         ground = Ground(fresh(root))
-        is_killed = ends_killed(start(write, ground.nodes[0], kill_at(number), ground.report))
+        is_killed = ends_killed(start(killed_at, number, write, ground.nodes[0], ground.report))
         yield complaint(f"killed before call {number}", judge_store, ground)
         if not is_killed:
             return
@@ -125,9 +124,9 @@ def torn_headers(root: Path, every: int) -> Iterator[str]:
 # --- an owner and its holder, each a process of its own
 
 
-def serve(folder: Path, tap: Tap, port: int) -> None:
+def serve(folder: Path, port: int) -> None:
     """A holder, until it is killed; writes its port into the descriptor."""
-    store = NodeStore.open(folder, tap)
+    store = NodeStore.open(folder)
     store.open_slots(OWNER, LAYOUT)
     server = ReplicaServer(ME, HOLDER, "127.0.0.1", store, timeout_s=5.0, idle_priority=False)
     server.start({OWNER: LAYOUT})
@@ -135,10 +134,10 @@ def serve(folder: Path, tap: Tap, port: int) -> None:
     signal.pause()
 
 
-def start_holder(folder: Path, tap: Tap) -> tuple[int, int | None]:
-    """The process and the port on which it listens, unless it was killed before."""
+def start_holder(folder: Path, number: int | None = None) -> tuple[int, int | None]:
+    """The process and the port on which it listens, unless it was killed before; with a number at that crash point."""
     reading, writing = os.pipe()
-    child = start(serve, folder, tap, writing)
+    child = start(serve, folder, writing) if number is None else start(killed_at, number, serve, folder, writing)
     os.close(writing)
     port = os.read(reading, 100)
     os.close(reading)
@@ -158,10 +157,10 @@ def settle(port: int) -> None:
             link.commit(0)
 
 
-def replicate(ground: Ground, port: int, tap: Tap, last: int) -> None:
+def replicate(ground: Ground, port: int, last: int) -> None:
     """What an owner does from its start on; a save that fails ends neither it nor those that follow."""
     link = link_to(port)
-    with closing(NodeStore.open(ground.nodes[OWNER], tap)) as store, closing(link):
+    with closing(NodeStore.open(ground.nodes[OWNER])) as store, closing(link):
         store.open_slots(OWNER, LAYOUT)
         store.write_manifest(OWNER, "{}")
         link.connect("{}")
@@ -171,23 +170,23 @@ def replicate(ground: Ground, port: int, tap: Tap, last: int) -> None:
         store.forget_after(keep)
         for iteration in range(keep + 1, last + 1):
             slot = store.begin(OWNER, iteration, keep)
-            fill(slot, OWNER, iteration, tap)
+            fill(slot, OWNER, iteration)
             store.commit(slot)
             try:
-                send(link, slot, iteration, keep, tap)
+                send(link, slot, iteration, keep)
             except TransportError:
                 continue
             keep = iteration
             ground.report(keep)
 
 
-def send(link: ReplicaLink, slot: Slot, iteration: int, keep: int, tap: Tap) -> None:
-    tap("send")
+def send(link: ReplicaLink, slot: Slot, iteration: int, keep: int) -> None:
+    crash_point("send")
     link.begin(iteration, keep)
     for start_ in range(0, LAYOUT.payload_bytes, 100):
-        tap("send")
+        crash_point("send")
         link.send_range(iteration, slot, start_, start_ + 100)
-    tap("send")
+    crash_point("send")
     link.commit(iteration)
 
 
@@ -214,7 +213,7 @@ def judge_pair(ground: Ground, holder: tuple[int, int | None], *, is_lost: bool)
         if is_lost:
             ground.make(OWNER)
         last = newest(ground) + 2
-        assert not ends_killed(start(replicate, ground, port, ignore, last))
+        assert not ends_killed(start(replicate, ground, port, last))
     finally:
         stop(child)
     assert ground.reported == last
@@ -226,9 +225,9 @@ def killed_owners(root: Path, every: int, *, is_lost: bool) -> Iterator[str]:
     """An owner that is killed before any of its changes or sends, while its holder lives on."""
     for number in count(0, every):
         ground = Ground(fresh(root))
-        holder = start_holder(ground.nodes[HOLDER], ignore)
+        holder = start_holder(ground.nodes[HOLDER])
         assert holder[1] is not None
-        is_killed = ends_killed(start(replicate, ground, holder[1], kill_at(number), LAST))
+        is_killed = ends_killed(start(killed_at, number, replicate, ground, holder[1], LAST))
         yield complaint(f"owner killed before call {number}", judge_pair, ground, holder, is_lost=is_lost)
         if not is_killed:
             return
@@ -238,11 +237,11 @@ def killed_holders(root: Path, every: int) -> Iterator[str]:
     """A holder that is killed before any of its changes, while the owner lives on."""
     for number in count(0, every):
         ground = Ground(fresh(root))
-        child, port = start_holder(ground.nodes[HOLDER], kill_at(number))
+        child, port = start_holder(ground.nodes[HOLDER], number)
         if port is not None:
             assert not ends_killed(start(survive, ground, port))
         was_there = stop(child)
-        again = start_holder(ground.nodes[HOLDER], ignore)
+        again = start_holder(ground.nodes[HOLDER])
         yield complaint(f"holder killed before call {number}", judge_pair, ground, again, is_lost=False)
         if was_there:
             return
@@ -251,7 +250,7 @@ def killed_holders(root: Path, every: int) -> Iterator[str]:
 def survive(ground: Ground, port: int) -> None:
     """An owner whose holder may be gone from the very start."""
     try:
-        replicate(ground, port, ignore, LAST)
+        replicate(ground, port, LAST)
     except TransportError:
         return
 

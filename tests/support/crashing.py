@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 import traceback
 from collections.abc import Callable
 from itertools import count
@@ -13,7 +14,7 @@ from typing import ParamSpec, TypeAlias
 
 from capricorn.errors import CapricornError
 from capricorn.runtime.store.node_store import NodeStore
-from capricorn.runtime.store.slot import Header, Layout, Slot, checksum
+from capricorn.runtime.store.slot import AUDIT_EVENT, Header, Layout, Slot, checksum
 from capricorn.topology import Topology
 from tests.support.replicas import payload_of
 
@@ -23,23 +24,24 @@ OWNERS = HOLDER, OWNER = 0, 1
 DEADLINE_S = 20
 
 P = ParamSpec("P")
-Tap: TypeAlias = Callable[[str], None]
 Report: TypeAlias = Callable[[int], None]
 
 
-def ignore(call: str) -> None:
-    """A tap that does nothing."""
+def crash_point(call: str) -> None:
+    """Tells of what comes next as a store tells of its own changes."""
+    sys.audit(AUDIT_EVENT, call)
 
 
-def kill_at(number: int) -> Tap:
-    """A tap that ends the process right before that call, counted from 0."""
+def killed_at(number: int, work: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+    """Does that work in a process that ends right before that crash point, counted from 0."""
     calls = count()
 
-    def tap(call: str) -> None:
-        if next(calls) == number:
+    def hear(event: str, _: object) -> None:
+        if event == AUDIT_EVENT and next(calls) == number:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    return tap
+    sys.addaudithook(hear)
+    work(*args, **kwargs)
 
 
 def tear_at(number: int, cut: int) -> None:
@@ -105,14 +107,14 @@ class Ground:
         return max(map(int, self._reports.read_text().split()), default=0) if self._reports.exists() else 0
 
 
-def fill(slot: Slot, owner: int, iteration: int, tap: Tap) -> None:
+def fill(slot: Slot, owner: int, iteration: int) -> None:
     """Writes a payload and its checksums, in halves of blocks, with a crash point before each."""
     payload = payload_of(owner, iteration, LAYOUT)
     for index in range(LAYOUT.num_blocks):
         block = LAYOUT.block(index)
         middle = (block.start + block.stop) // 2
         for start, stop in ((block.start, middle), (middle, block.stop)):
-            tap("payload")
+            crash_point("payload")
             slot.payload[start:stop] = payload[start:stop]
         slot.table[index] = checksum(slot.payload[block])
 

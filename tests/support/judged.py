@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from capricorn.campaign.verdict import Judgement, Outcome, Reference, judge, reference_of
+from capricorn.campaign.outcomes import RunOutcome
+from capricorn.campaign.verdict import Judgement, Reference, judge, reference_of
 from capricorn.config.fault_spec import FaultSpec
 from capricorn.config.scenario import Scenario
 from capricorn.records.samples import EventSample, IterationSample, RecoverySample
@@ -41,10 +42,10 @@ def digests(changed: Mapping[int, str] | None = None, attempt: int = 1) -> list[
 
 def undisturbed(config: Scenario | None = None) -> Reference:
     samples = [sample(i, rank) for i in range(1, NUM_ITERATIONS + 1) for rank in range(NUM_RANKS)]
-    return reference_of(Outcome("reference", samples, digests(), (), 3.0), config or scenario())
+    return reference_of(RunOutcome("reference", samples, digests(), (), 3.0), config or scenario())
 
 
-def outcome(resumed: int = 6, reached: int = 7, **fields: Any) -> Outcome:
+def outcome(resumed: int = 6, reached: int = 7, **fields: Any) -> RunOutcome:
     """A run that had reached one iteration, went back to another and then on to the end."""
     spans = {0: range(1, reached + 1), 1: range(resumed + 1, NUM_ITERATIONS + 1)}
     samples = [sample(i, rank, attempt) for attempt, span in spans.items() for i in span for rank in range(NUM_RANKS)]
@@ -52,8 +53,8 @@ def outcome(resumed: int = 6, reached: int = 7, **fields: Any) -> Outcome:
         "run_id": "struck", "samples": samples, "events": [event("fault", 1), *digests()],
         "recoveries": [recovery(resumed, reached - resumed)], "wall_s": 4.0,
     }  # fmt: skip
-    return Outcome(**usual | fields)
+    return RunOutcome(**usual | fields)
 
 
-def judged(struck: Outcome, fault: FaultSpec = KILL, config: Scenario | None = None) -> Judgement:
+def judged(struck: RunOutcome, fault: FaultSpec = KILL, config: Scenario | None = None) -> Judgement:
     return judge(fault, config or scenario(), struck, undisturbed())

@@ -1,4 +1,4 @@
-"""What a campaign of failures came to: verdicts of systems x faults, and times of recovery; for a terminal and as
+"""What a campaign of faults came to: verdicts of systems x faults, and times of recovery; for a terminal and as
 Markdown. Injects and judges nothing.
 """
 
@@ -13,16 +13,16 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from capricorn.campaign.campaign_record import CampaignRecord, Case, must_pass
-from capricorn.campaign.verdict import PHASES, VERDICTS, Judgement
+from capricorn.campaign.campaign_record import CampaignRecord, Case, must_pass, remark_of, verdict_words
+from capricorn.campaign.outcomes import PHASES
+from capricorn.campaign.verdict import VERDICTS, Judgement
 from capricorn.report.export.markdown import escaped
-from capricorn.units import Seconds, format_seconds
+from capricorn.units import Seconds
 
 NONE = "-"
-NO_COPY = "no copy survived"
 STYLES = {
     "PASS": "green", "LOST_WORK": "yellow", "SILENT_DIVERGENCE": "bold red", "HARD_FAIL": "red",
-    "NOT_STRUCK": "magenta",
+    "NOT_TRIGGERED": "magenta",
 }  # fmt: skip
 TIMES_HEAD = ("fault", "system", "n", "median", "worst", *(phase.split("_")[0] for phase in PHASES))
 """The last phase is the first iteration after the restore; phases are medians."""
@@ -30,12 +30,12 @@ LEGEND = (
     "PASS: it went on, every loss and the last state are those of the undisturbed run bit for bit, and no more was "
     "done again than the tier explains. LOST_WORK(n): equal, but in a case up to n finished iterations were done "
     "again. SILENT_DIVERGENCE: it ended well with other losses or another state. HARD_FAIL: it did not end well. "
-    "NOT_STRUCK: the moment of the failure did not come."
+    "NOT_TRIGGERED: the moment of the fault did not come."
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CellPart:
     """Some cases of a cell that came to the same."""
 
     text: str
@@ -47,14 +47,14 @@ class Grid:
     """Verdicts of systems x faults."""
 
     systems: tuple[str, ...]
-    rows: Mapping[str, tuple[tuple[Part, ...], ...]]
+    rows: Mapping[str, tuple[tuple[CellPart, ...], ...]]
     """By kind of fault, a cell for each system."""
     notes: tuple[str, ...]
     """What the letters in it stand for."""
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class RecoveryTimes:
     """How long the recoveries of a system from one kind of failure took, in seconds."""
 
     kind: str
@@ -80,20 +80,20 @@ def grid_of(record: CampaignRecord) -> Grid:
         cells = []
         for system in systems:
             cases = [case for case in record.cases if (case.fault.kind, case.system) == (kind, system)]
-            cells.append(_cell(cases) or (Part(f"{NONE} {reasons.get((system, kind), '')}".rstrip(), "dim"),))
+            cells.append(_cell(cases) or (CellPart(f"{NONE} {reasons.get((system, kind), '')}".rstrip(), "dim"),))
         rows[kind] = tuple(cells)
     return Grid(systems, rows, tuple(f"{letter}: {reason}" for reason, letter in letters.items()))
 
 
-def _cell(cases: Sequence[Case]) -> tuple[Part, ...]:
+def _cell(cases: Sequence[Case]) -> tuple[CellPart, ...]:
     judged = [case.judgement for case in cases if case.judgement is not None]
     parts = [
-        Part(_words(verdict, each), STYLES[verdict])
+        CellPart(verdict_words(verdict, each), STYLES[verdict])
         for verdict in VERDICTS
         for each in _split([judgement for judgement in judged if judgement.verdict == verdict])
     ]
     left = len(cases) - len(judged)
-    return (*parts, Part(f"{left} left", "dim")) if left else tuple(parts)
+    return (*parts, CellPart(f"{left} left", "dim")) if left else tuple(parts)
 
 
 def _split(judgements: Sequence[Judgement]) -> Iterable[Sequence[Judgement]]:
@@ -103,51 +103,24 @@ def _split(judgements: Sequence[Judgement]) -> Iterable[Sequence[Judgement]]:
     return [part for part in (survivors, others) if part]
 
 
-def _words(verdict: str, judgements: Sequence[Judgement]) -> str:
-    """`3 PASS`, `1 LOST_WORK(4)`, `2 HARD_FAIL (no copy survived)`."""
-    text = f"{len(judgements)} {verdict}"
-    if verdict == "LOST_WORK":
-        return f"{text}({max(each.lost_iterations for each in judgements)})"
-    return f"{text} ({NO_COPY})" if verdict == "HARD_FAIL" and not judgements[0].survives else text
-
-
-def times_of(record: CampaignRecord) -> dict[str, list[Times]]:
+def times_of(record: CampaignRecord) -> dict[str, list[RecoveryTimes]]:
     """By mode: recovery times of each kind and system."""
     groups: dict[tuple[str, str, str], list[Judgement]] = {}
     for case in record.cases:
         if case.judgement is not None and case.judgement.recovery_s is not None:
             key = (case.judgement.mode, case.fault.kind, case.system)
             groups.setdefault(key, []).append(case.judgement)
-    times: dict[str, list[Times]] = {}
+    times: dict[str, list[RecoveryTimes]] = {}
     for (mode, kind, system), judgements in sorted(groups.items()):
         totals = [each.recovery_s or 0.0 for each in judgements]
         phases = tuple(median(each.phases_s[phase] for each in judgements) for phase in PHASES)
-        times.setdefault(mode, []).append(Times(kind, system, len(totals), median(totals), max(totals), phases))
+        times.setdefault(mode, []).append(RecoveryTimes(kind, system, len(totals), median(totals), max(totals), phases))
     return times
 
 
 def differences_of(record: CampaignRecord) -> list[str]:
     """Runs without a failure that are not what they should be, each in a line."""
     return [f"{run.system} without a failure: {run.difference}" for run in record.undisturbed if run.difference]
-
-
-def remark_of(case: Case) -> str:
-    """A case that did not pass, in a line; empty if it did or was not run."""
-    judgement = case.judgement
-    return "" if judgement is None or judgement.verdict == "PASS" else outcome_line(case)
-
-
-def outcome_line(case: Case) -> str:
-    """`capricorn kill@rank=1,iteration=3: PASS, lost 1, recovery 1.4 s: back to 2 from local (ranks 0 1)`."""
-    judgement = case.judgement
-    if judgement is None:
-        return f"{case.system} {case.fault}: not run yet"
-    facts = [_words(judgement.verdict, [judgement]).removeprefix("1 ")]
-    if judgement.recovery_s is not None:
-        facts += [f"lost {judgement.lost_iterations}", f"recovery {format_seconds(judgement.recovery_s)}"]
-    slow = f", slow tier every {case.persist_every}" if case.persist_every else ""
-    detail = f": {judgement.detail}" if judgement.detail else ""
-    return f"{case.system} {case.fault}{slow}: {', '.join(facts)}{detail}"
 
 
 # --- a terminal --------------------------------------------------------------------------------------------------
@@ -174,18 +147,18 @@ def case_lines(record: CampaignRecord) -> list[Text]:
     return lines
 
 
-def _coloured(cell: Sequence[Part]) -> Text:
+def _coloured(cell: Sequence[CellPart]) -> Text:
     return Text(" ").join(Text(part.text, style=part.style) for part in cell)
 
 
-def _times_table(times: Sequence[Times]) -> Table:
+def _times_table(times: Sequence[RecoveryTimes]) -> Table:
     table = _table(*TIMES_HEAD)
     for each in times:
         table.add_row(*_times_row(each))
     return table
 
 
-def _times_row(times: Times) -> tuple[str, ...]:
+def _times_row(times: RecoveryTimes) -> tuple[str, ...]:
     seconds = (times.median_s, times.worst_s, *times.phases_s)
     return times.kind, times.system, str(times.num_cases), *(f"{each:.3f}" for each in seconds)
 
@@ -201,7 +174,7 @@ def _table(*columns: str) -> Table:
 
 
 def campaign_markdown(record: CampaignRecord) -> str:
-    """The same as a report of its own."""
+    """Returns the verdicts, times and remarks as a report in Markdown."""
     grid = grid_of(record)
     cells = [[kind, *(" ".join(part.text for part in cell) for cell in row)] for kind, row in grid.rows.items()]
     sections = [

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import stat
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from pydantic import ValidationError
 
 from capricorn.config.fields import FrozenModel
 from capricorn.errors import ConfigError, StoreError
-from capricorn.runtime.store.slot import COMPLETE, Layout, Slot, Tap, read_header
+from capricorn.runtime.store.slot import AUDIT_EVENT, COMPLETE, Layout, Slot, read_header
 from capricorn.sizing.memory import NUM_SLOTS
 from capricorn.systems.interface import Copy
 from capricorn.topology import Topology
@@ -46,9 +47,7 @@ class NodeFacts(FrozenModel):
 class NodeStore:
     """The copies that one node keeps; implements `MemoryStore`. Each owner's slots have one writer at a time."""
 
-    def __init__(self, folder: Path, facts: NodeFacts, tap: Tap | None = None) -> None:
-        """`tap` is called before each change of the copies held and their layouts."""
-        self._tap = tap
+    def __init__(self, folder: Path, facts: NodeFacts) -> None:
         self.folder, self.run_id, self.node = folder, facts.run_id, facts.node
         self.topology = Topology(facts.num_nodes, facts.ranks_per_node)
         self._slots: dict[int, list[Slot]] = {}
@@ -85,8 +84,8 @@ class NodeStore:
         return cls(folder, facts)
 
     @classmethod
-    def open(cls, folder: Path, tap: Tap | None = None) -> Self:
-        """Returns the store in a folder that `create` made.
+    def open(cls, folder: Path) -> Self:
+        """The store in a folder that `create` made.
 
         Raises:
             StoreError: there is none, or it is of another format or damaged.
@@ -95,7 +94,7 @@ class NodeStore:
         if facts.get("format") != _FORMAT:
             raise StoreError(f"{folder} is a store of format {facts.get('format')!r}; this version reads {_FORMAT}")
         try:
-            return cls(folder, NodeFacts.model_validate(facts), tap)
+            return cls(folder, NodeFacts.model_validate(facts))
         except (ValidationError, ConfigError):
             raise StoreError(f"{folder / _NODE} is damaged: it does not describe a node") from None
 
@@ -109,7 +108,7 @@ class NodeStore:
         """
         if owner not in self._slots:
             paths = [self.folder / f"owner{owner}.slot{k}" for k in range(num_slots)]
-            self._slots[owner] = [Slot(path, owner, layout, tap=self._tap) for path in paths]
+            self._slots[owner] = [Slot(path, owner, layout) for path in paths]
         return self._slots[owner]
 
     def begin(self, owner: int, iteration: int, keep: int, attempt: int = 0) -> Slot:
@@ -175,8 +174,7 @@ class NodeStore:
         path = self.manifest_path(owner)
         if path.exists() and path.read_text(encoding="utf-8", errors="replace") == manifest:
             return  # after a restart, when there may be no room for it any more
-        if self._tap is not None:
-            self._tap("manifest")
+        sys.audit(AUDIT_EVENT, "manifest")
         try:
             _write_text(path, manifest)
         except OSError as error:

@@ -16,10 +16,10 @@ import errno
 import mmap
 import os
 import struct
-from collections.abc import Callable
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, Self, TypeAlias
+from typing import Final, Self
 
 import xxhash
 
@@ -32,8 +32,9 @@ _STATES = (EMPTY, WRITING, COMPLETE)
 _MAGIC, _VERSION = b"CAPRSLOT", 1
 _FIELDS = struct.Struct("<8sIIIIQQQQQ")
 _CHECKSUM = struct.Struct("<Q")
-Tap: TypeAlias = Callable[[str], None]
-"""Hears of each change right before it is made: `create`, `begin`, `block`, `commit`, `abort`, `manifest`."""
+AUDIT_EVENT: Final = "capricorn.store"
+"""Python's audit event right before each change of a hosted copy or its layout, with what it is: `create`, `begin`,
+`block`, `commit`, `abort`, `manifest`."""
 _MADV_POPULATE_WRITE = 23  # not named by the mmap module of Python 3.11
 _POPULATED_BYTES: Final = 64 << 20
 """At a time, since the call keeps the GIL: a rank whose threads are held up for seconds would count as frozen."""
@@ -117,17 +118,17 @@ def read_header(path: Path) -> Header | None:
         raise StoreError(f"cannot read {path}: {error.strerror}") from None
 
 
-class _TappedTable:
+class AuditedTable:
     """A table of checksums that tells of each block before its entry is written."""
 
-    def __init__(self, table: memoryview, tap: Tap) -> None:
-        self._table, self._tap, self.release = table, tap, table.release
+    def __init__(self, table: memoryview) -> None:
+        self._table, self.release = table, table.release
 
     def __getitem__(self, index: int) -> int:
         return int(self._table[index])
 
     def __setitem__(self, index: int, check: int) -> None:
-        self._tap("block")
+        sys.audit(AUDIT_EVENT, "block")
         self._table[index] = check
 
     def __bytes__(self) -> bytes:
@@ -142,20 +143,13 @@ class Slot:
         table: checksum of each block; the writer fills it before `commit`.
     """
 
-    def __init__(self, path: Path, owner: int, layout: Layout, *, create: bool = True, tap: Tap | None = None) -> None:
-        """Maps the file; a missing one is made first, and all its memory claimed.
-
-        Args:
-            path: of the file.
-            owner: whose state it holds.
-            layout: sizes of the state.
-            create: whether a missing file is made.
-            tap: called right before each change.
+    def __init__(self, path: Path, owner: int, layout: Layout, *, create: bool = True) -> None:
+        """Maps the file, first making it and claiming all its memory if it is not there.
 
         Raises:
             StoreError: tmpfs is full, or the file belongs to a state of another layout.
         """
-        self.path, self.owner, self.layout, self._tap = path, owner, layout, tap
+        self.path, self.owner, self.layout = path, owner, layout
         try:
             fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT if create else 0), 0o600)
         except OSError as error:
@@ -173,8 +167,7 @@ class Slot:
             _prefault(self._map)
         view = memoryview(self._map)
         self.payload = view[layout.payload_offset : layout.payload_offset + layout.payload_bytes]
-        table = view[PAGE : PAGE + 8 * layout.num_blocks].cast("Q")
-        self.table = table if tap is None else _TappedTable(table, tap)
+        self.table = AuditedTable(view[PAGE : PAGE + 8 * layout.num_blocks].cast("Q"))
         if fresh:
             self._write("create", Header(EMPTY, owner, 0, 0, layout))
 
@@ -234,8 +227,7 @@ class Slot:
             return
 
     def _write(self, call: str, header: Header) -> None:
-        if self._tap is not None:
-            self._tap(call)
+        sys.audit(AUDIT_EVENT, call)
         packed = header.pack()
         self._map[: len(packed)] = packed
 

@@ -1,4 +1,4 @@
-"""One run of a campaign, judged by others: it may fail, and is ended when its time is over."""
+"""Makes one run of a campaign, which others judge: it may fail, and is ended when its time is over."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Self, TypeAlias, TypeVar
 
-from capricorn.campaign.verdict import Outcome
+from capricorn.campaign.outcomes import RunOutcome
+from capricorn.compare.compare_runner import Watch
 from capricorn.config.scenario import Scenario
 from capricorn.errors import CapricornError
 from capricorn.launch.fork_client import ForkServer
@@ -27,18 +28,16 @@ from capricorn.runtime.persist.layout import iterations_in
 from capricorn.systems.registry import find
 from capricorn.units import Seconds
 
-from .display import watching
-from .output import console
-
 T = TypeVar("T")
+Say: TypeAlias = Callable[[str, bool], None]
+"""Prints a line on what is over; the second argument says whether that is remarkable."""
 
 
 class Workplace:
-    """Where the runs of a campaign are made, and what is shown of them."""
+    """Makes the runs of a campaign and shows them; at the end closes what they shared."""
 
-    def __init__(self, out: Path, *, quiet: bool, verbose: bool) -> None:
-        self._out, self._quiet, self._verbose = out, quiet, verbose
-        self._is_live = console().is_terminal and not verbose
+    def __init__(self, out: Path, watch: Watch, say: Say) -> None:
+        self._out, self._watch, self._say = out, watch, say
         self._stack = ExitStack()
         self._fork_server: ForkServer | None = None
 
@@ -50,15 +49,14 @@ class Workplace:
 
     def run(
         self, scenario: Scenario, heading: Callable[[], str], limit_s: Seconds | None = None
-    ) -> tuple[Path | None, Outcome]:
-        """The run's folder, if it came to have one, and what it left; that it failed is part of that.
+    ) -> tuple[Path | None, RunOutcome]:
+        """Makes a run; returns its folder, if it came to have one, and what it left, also where it failed.
 
         Raises:
             KeyboardInterrupt: it was interrupted.
         """
-        # A pipe gets a line for each case, and those of its iterations only if asked for.
-        quiet, failure = self._quiet or not (self._is_live or self._verbose), ""
-        with watching([], quiet=quiet, verbose=self._verbose, heading=heading) as listener:
+        failure = ""
+        with self._watch(heading) as listener:
             watched = Watched(listener, limit_s)
             try:
                 launch(scenario, self._out, watched, self._shared_fork_server())
@@ -72,19 +70,18 @@ class Workplace:
             return watched.run_dir, outcome_of(watched, failure)
         except CapricornError as error:  # its records are damaged
             run_id = watched.run_dir.name if watched.run_dir is not None else ""
-            return watched.run_dir, Outcome(run_id, (), (), (), watched.took_s, failure or str(error))
+            return watched.run_dir, RunOutcome(run_id, (), (), (), watched.took_s, failure or str(error))
 
     def enter(self, context: AbstractContextManager[T]) -> T:
-        """What the context yields; it is left at the end of all runs."""
+        """Enters a context that is left at the end of all runs."""
         return self._stack.enter_context(context)
 
     def say(self, line: str, *, is_news: bool = False) -> None:
-        """A line for what is over; on a terminal, where the display told it, only for what is remarkable."""
-        if not self._quiet and (is_news or not self._is_live):
-            console().print(line, style="yellow" if is_news else "", soft_wrap=True, markup=False)
+        """Prints a line on what is over."""
+        self._say(line, is_news)
 
     def _shared_fork_server(self) -> ForkServer:
-        """Returns a fork server, the same for all runs; another one after a run that failed."""
+        """Returns the process that forks ranks, the same for all runs; another one after a run that failed."""
         if self._fork_server is None:
             self._fork_server = self.enter(ForkServer())
         return self._fork_server
@@ -98,23 +95,23 @@ class Watched(RunListener):
         self._began_s = time.monotonic()
         self._is_over = False
         self.run_dir: Path | None = None
-        self._slow_tier: Path | None = None
-        self.on_disk: tuple[int, ...] | None = None
-        """Checkpoints that were complete on the slow tier when the failure struck."""
+        self._tier: Path | None = None
+        self.persisted: tuple[int, ...] | None = None
+        """Checkpoints that were complete on the persistent tier when the fault was injected."""
 
     def on_start(self, run_dir: Path, scenario: Scenario) -> None:
         self.run_dir = run_dir
         if scenario.persist.every and find(scenario.system.name).replicates:
-            self._slow_tier = Path(scenario.persist.dir) if scenario.persist.dir else run_dir / PERSISTENT
+            self._tier = Path(scenario.persist.dir) if scenario.persist.dir else run_dir / PERSISTENT
         self._listener.on_start(run_dir, scenario)
 
     def on_sample(self, sample: IterationSample) -> None:
         self._listener.on_sample(sample)
 
     def on_event(self, event: EventSample) -> None:
-        if event.event == "fault" and self._slow_tier is not None:
+        if event.event == "fault" and self._tier is not None:
             # What is written ends with the failure; what is restored comes later than this is heard.
-            self.on_disk = tuple(iterations_in(self._slow_tier))
+            self.persisted = tuple(iterations_in(self._tier))
         self._listener.on_event(event)
 
     def on_tick(self) -> None:
@@ -129,21 +126,21 @@ class Watched(RunListener):
         return time.monotonic() - self._began_s
 
 
-def outcome_of(watched: Watched, failure: str) -> Outcome:
-    """What the run that was watched has left in its folder.
+def outcome_of(watched: Watched, failure: str) -> RunOutcome:
+    """Returns what the run that was watched has left in its folder.
 
     Raises:
         ConfigError: a file of it is damaged.
     """
     run_dir, wall_s = watched.run_dir, watched.took_s
     if run_dir is None:
-        return Outcome("", (), (), (), wall_s, failure)
-    return Outcome(
+        return RunOutcome("", (), (), (), wall_s, failure)
+    return RunOutcome(
         run_id=run_dir.name,
         samples=tuple(read_samples(run_dir / ITERATIONS, IterationSample)),
         events=tuple(read_samples(run_dir / EVENTS, EventSample)),
         recoveries=tuple(read_samples(run_dir / RECOVERIES, RecoverySample)),
         wall_s=wall_s,
         failure=failure,
-        on_disk=watched.on_disk,
+        persisted=watched.persisted,
     )

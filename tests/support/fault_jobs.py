@@ -1,4 +1,4 @@
-"""What tests of injected failures have in common: a job whose stores hold copies, and processes that strike."""
+"""What tests of injected failures have in common: a job whose stores hold copies, and processes that act."""
 
 from __future__ import annotations
 

@@ -6,20 +6,19 @@ import shutil
 from pathlib import Path
 from statistics import fmean
 
-from capricorn.campaign.campaign_record import GIVEN, CampaignRecord, write_campaign
+from capricorn.campaign.campaign_record import AS_CONFIGURED, CampaignRecord, write_campaign
+from capricorn.campaign.case_run import Say, Workplace
 from capricorn.campaign.economics import Economics, MeasuredEconomics, iterations_between, young_interval
+from capricorn.campaign.outcomes import RunOutcome, mean_complete_s, mean_iteration_s, mean_stall_s, measured
 from capricorn.campaign.sampling import schedule
-from capricorn.campaign.verdict import Outcome
 from capricorn.compare.compare_record import Variant
+from capricorn.compare.compare_runner import Watch
 from capricorn.config.scenario import Scenario
 from capricorn.errors import CapricornError, ConfigError
 from capricorn.launch.interrupts import Interrupts
-from capricorn.report.terminal.economics_table import mean_complete_s, mean_iteration_s, mean_stall_s, measured
 from capricorn.systems.registry import find
 from capricorn.systems.settings import override
 from capricorn.units import Seconds, format_seconds
-
-from .campaign_run import Workplace
 
 SHORT = 100
 """Iterations at most of the runs that show how long an iteration takes, and what a checkpoint costs."""
@@ -32,10 +31,10 @@ PATIENCE_S, PATIENCE, PATIENCE_A_FAILURE_S = 60.0, 10.0, 30.0
 class EconomicsRunner:
     """Carries out one record; the runs lie beside its folder."""
 
-    def __init__(self, folder: Path, record: CampaignRecord, *, quiet: bool, verbose: bool) -> None:
+    def __init__(self, folder: Path, record: CampaignRecord, watch: Watch, say: Say) -> None:
         self._folder, self.record = folder, record
-        self._place = Workplace(folder.parent, quiet=quiet, verbose=verbose)
-        self._scenario = record.scenarios[GIVEN]
+        self._place = Workplace(folder.parent, watch, say)
+        self._scenario = record.scenarios[AS_CONFIGURED]
 
     def run(self) -> None:
         """Makes all runs that are missing; a system that fails is written down, and the others go on.
@@ -59,7 +58,7 @@ class EconomicsRunner:
         return self.record.economics
 
     def _draw_schedule(self) -> None:
-        """Which iterations are struck, by how long one takes without checkpoints and failures."""
+        """Draws in which iterations failures come, by how long one takes without checkpoints and failures."""
         iteration_s = self._iteration_s()
         mtbf_s, frac = self._economics.mtbf_s, self._economics.node_loss_frac
         faults = schedule(self._scenario, mtbf_s, iteration_s, frac, self._scenario.train.seed)
@@ -73,7 +72,7 @@ class EconomicsRunner:
         self._place.say(f"an iteration takes {format_seconds(iteration_s)}; {len(faults)} failures")
 
     def _iteration_s(self) -> Seconds:
-        """What an iteration takes now without checkpoints and failures."""
+        """Returns how long an iteration takes now without checkpoints and failures."""
         scenario = override(self._short(self._scenario), ["system.name=none"])
         outcome = self._run(scenario, "without checkpoints and failures")
         if outcome.failure:
@@ -85,7 +84,7 @@ class EconomicsRunner:
         planned = self._plan(variant, scenario)
         if not planned.failure:
             before_s = self._iteration_s()
-            outcome = self._struck(override(scenario, [f"{EVERY}={planned.every}"]), variant)
+            outcome = self._with_failures(override(scenario, [f"{EVERY}={planned.every}"]), variant)
             # A machine is not as fast at all times: what the run is measured by is measured around it.
             iteration_s = fmean((before_s, self._iteration_s()))
             num, mtbf_s = scenario.train.iterations, self._economics.mtbf_s
@@ -94,8 +93,8 @@ class EconomicsRunner:
         ettr = planned.failure if planned.ettr is None else f"ETTR {planned.ettr:.3f}"
         self._place.say(f"{variant.label}, a checkpoint every {planned.every}: {ettr}", is_news=planned.ettr is None)
 
-    def _struck(self, scenario: Scenario, variant: Variant) -> Outcome:
-        """The run of all iterations with all failures."""
+    def _with_failures(self, scenario: Scenario, variant: Variant) -> RunOutcome:
+        """Makes the run of all iterations with all failures."""
         faults = self._economics.schedule
         limit_s = (
             PATIENCE_S + PATIENCE * scenario.train.iterations * self._planned_s + PATIENCE_A_FAILURE_S * len(faults)
@@ -105,12 +104,12 @@ class EconomicsRunner:
 
     @property
     def _planned_s(self) -> Seconds:
-        """Of an iteration, as the schedule takes it to be."""
+        """Returns how long an iteration takes according to the schedule."""
         assert self._economics.iteration_s is not None
         return self._economics.iteration_s
 
     def _plan(self, variant: Variant, scenario: Scenario) -> MeasuredEconomics:
-        """What a checkpoint of it costs, and how often it makes one: files as Young says, unless it is told."""
+        """Returns what a checkpoint costs and how often one is made: files as Young says, unless configured."""
         outcome = self._run(override(self._short(scenario), [f"{EVERY}=1"]), f"{variant.label}, a short run")
         checkpoint_s = mean_stall_s(outcome.samples)
         is_told = any(each.startswith(f"{EVERY}=") for each in variant.assignments)
@@ -131,7 +130,7 @@ class EconomicsRunner:
         iterations = min(SHORT, scenario.train.iterations)
         return override(scenario, [f"train.iterations={iterations}", "train.warmup=0"])
 
-    def _run(self, scenario: Scenario, what: str, limit_s: Seconds | None = None) -> Outcome:
+    def _run(self, scenario: Scenario, what: str, limit_s: Seconds | None = None) -> RunOutcome:
         run_dir, outcome = self._place.run(scenario, lambda: what, limit_s)
         if run_dir is not None and not (outcome.failure or self.record.keep_runs):
             shutil.rmtree(run_dir, ignore_errors=True)

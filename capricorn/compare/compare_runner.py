@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from math import ceil
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from capricorn.compare.compare_record import (
     CompareRecord,
@@ -27,8 +28,8 @@ from capricorn.launch.launcher import RunListener
 from capricorn.records.samples import EventSample, IterationSample
 from capricorn.units import Seconds
 
-from .display import watching
-from .output import console
+Watch: TypeAlias = Callable[[Callable[[], str]], AbstractContextManager[RunListener]]
+"""Makes the listener that shows one run, below a heading that is asked for anew each time it is shown."""
 
 
 class _Turn(NamedTuple):
@@ -42,11 +43,12 @@ class _Turn(NamedTuple):
         return self.comparison, self.run.variant
 
 
-class Runner:
+class CompareRunner:
     """Carries out the comparisons of one record; the runs lie beside its folder."""
 
-    def __init__(self, folder: Path, record: CompareRecord, *, quiet: bool, verbose: bool) -> None:
-        self._folder, self._record, self._quiet, self._verbose = folder, record, quiet, verbose
+    def __init__(self, folder: Path, record: CompareRecord, watch: Watch, say: Callable[[str], None]) -> None:
+        """Makes ready; `say` gets a line for each run that failed."""
+        self._folder, self._record, self._watch, self._say = folder, record, watch, say
         planned = record.comparisons
         self._left = [_Turn(at, run) for at, each in enumerate(planned) for run in missing_runs(folder, each)]
         self._num_turns = sum(len(each.runs) for each in planned)
@@ -68,7 +70,7 @@ class Runner:
                 self._left.remove(turn)
 
     def _succeeds(self, act: Callable[[_Turn], None], turn: _Turn, concerned: Sequence[_Turn]) -> bool:
-        """Whether that goes well; else the turns it concerns have failed and are over."""
+        """Acts on a turn; returns False if that fails, and then all turns it concerns are over."""
         self._began_s = time.monotonic()
         try:
             act(turn)
@@ -86,7 +88,7 @@ class Runner:
         write_compare(self._folder, self._record)
 
     def _tune(self, turn: _Turn) -> None:
-        """Before the first run of a variant whose settings are tried out on the scenario itself."""
+        """Tunes a variant before its first run, if its settings are tried out on the scenario itself."""
         from capricorn.launch.tuning import needs_tuning, tune
 
         at, run = turn
@@ -94,7 +96,7 @@ class Runner:
         if not needs_tuning(scenario):
             return
         heading = f"tuning {run.variant} for {self._heading(turn)}"
-        with watching([], quiet=self._quiet, verbose=self._verbose, heading=lambda: heading) as listener:
+        with self._watch(lambda: heading) as listener:
             tuned, run_id = tune(scenario, self._folder.parent, listener)
         before, after = flat_settings(scenario), flat_settings(tuned)
         assignments = tuple(f"{key}={after[key]}" for key in differing(after, before))
@@ -108,8 +110,7 @@ class Runner:
         def started(run_dir: Path) -> None:
             self._note(turn, run_id=run_dir.name, failure="", finished=False)
 
-        heading = partial(self._heading, turn)
-        with watching([], quiet=self._quiet, verbose=self._verbose, heading=heading) as listener:
+        with self._watch(partial(self._heading, turn)) as listener:
             launch(self._planned(at).scenario_of(run.variant), self._folder.parent, _Noting(listener, started))
         self._note(turn, finished=True)
 
@@ -123,8 +124,7 @@ class Runner:
         run = turn.run
         self._note(turn, failure=failure, finished=True)
         self._left.remove(turn)
-        if not self._quiet:
-            console().print(f"{run.variant}, repeat {run.repeat} failed: {failure}", style="bold red", soft_wrap=True)
+        self._say(f"{run.variant}, repeat {run.repeat} failed: {failure}")
 
     def _heading(self, turn: _Turn) -> str:
         number = self._num_turns - len(self._left) + 1
@@ -135,7 +135,7 @@ class Runner:
         return f"run {number} of {self._num_turns}{where}: {turn.run.variant}, repeat {turn.run.repeat}{left}"
 
     def _left_s(self) -> Seconds | None:
-        """What the runs of a variant took so far, or else all runs, for each that is left; None before the first."""
+        """Returns how long the rest takes at the mean of the runs so far; None before the first."""
         all_s = [took_s for each in self._took_s.values() for took_s in each]
         if not all_s:
             return None
@@ -145,7 +145,7 @@ class Runner:
 
 
 def _rounded(seconds: Seconds) -> str:
-    """No finer than such an estimate is."""
+    """Returns the time in words, no finer than such an estimate is."""
     if seconds < 60:
         return f"{10 * max(1, ceil(seconds / 10))} s"
     minutes = round(seconds / 60)

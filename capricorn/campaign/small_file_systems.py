@@ -21,12 +21,12 @@ from capricorn.units import MIB, Bytes
 PREFIX, LOCK, MOUNT = "capricorn-small-", "lock", "fs"
 MARGIN_BYTES: Bytes = 8 * MIB
 ROOM = 1.25
-"""Of what a run needs, what its file system holds: enough, and soon full."""
+"""Size of a file system / what its run needs: enough, and soon full."""
 
 
 @contextmanager
 def small_file_system(needed_bytes: Bytes) -> Iterator[Path]:
-    """A tmpfs that holds so much and a little more; unmounted at the end, whatever still uses it.
+    """Mounts a tmpfs that holds so much and a little more; unmounts it at the end, whatever still uses it.
 
     Raises:
         CapricornError: this machine does not let us mount one.
@@ -42,14 +42,14 @@ def small_file_system(needed_bytes: Bytes) -> Iterator[Path]:
 
 
 def needed_bytes(scenario: Scenario) -> Bytes:
-    """What the stores of a run take, or a few checkpoints of it on the slow tier if that is more."""
+    """Returns what the stores of a run take, or a few checkpoints on the persistent tier if that is more."""
     checkpoint_bytes = STATE_BYTES_PER_PARAM * total_params(scenario.model)
     keep = max(file_settings_of(scenario).keep, scenario.persist.keep)
     return max(needs_of(scenario, cuda=False).store_bytes, (keep + 2) * checkpoint_bytes)
 
 
 def why_no_mount(needed_bytes: Bytes) -> str:
-    """Why this machine does not let us mount a file system of that size that may be filled; empty if it does."""
+    """Returns why no file system of that size can be mounted here and filled; nothing if one can."""
     if os.geteuid() != 0:
         return "only root may mount the small file system that it needs"
     try:

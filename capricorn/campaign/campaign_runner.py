@@ -9,28 +9,30 @@ from statistics import fmean
 from typing import Any
 
 from capricorn.campaign.campaign_record import (
-    GIVEN,
+    AS_CONFIGURED,
     CampaignRecord,
     Case,
-    GroundName,
+    TestbedName,
     Undisturbed,
     counts,
+    outcome_line,
+    remark_of,
     write_campaign,
 )
-from capricorn.campaign.verdict import Outcome, difference, judge, reference_of
+from capricorn.campaign.case_run import Say, Workplace
+from capricorn.campaign.outcomes import RunOutcome
+from capricorn.campaign.small_file_systems import needed_bytes, small_file_system
+from capricorn.campaign.verdict import difference, judge, reference_of
+from capricorn.compare.compare_runner import Watch
 from capricorn.config.scenario import Scenario
 from capricorn.errors import CapricornError
 from capricorn.launch.interrupts import Interrupts
-from capricorn.report.terminal.campaign_table import outcome_line, remark_of
 from capricorn.systems.registry import find
 from capricorn.systems.settings import override
 from capricorn.units import Seconds
 
-from .campaign_ground import needed_bytes, small_file_system
-from .campaign_run import Workplace
-
-WHERE = {GIVEN: "", "links": " over links", "paced": ", paced"}
-"""By ground, how it is told."""
+WHERE = {AS_CONFIGURED: "", "links": " over links", "paced": ", paced"}
+"""What is printed of each testbed."""
 PATIENCE_S, PATIENCE = 60.0, 10.0
 """A run hangs once it takes longer than this, plus so many times what an undisturbed one took."""
 
@@ -39,11 +41,19 @@ class CampaignRunner:
     """Carries out one record; folders of runs lie beside its own."""
 
     def __init__(
-        self, folder: Path, record: CampaignRecord, number: int | None = None, *, quiet: bool, verbose: bool
-    ) -> None:
-        """With a number only of that failure the cases that are missing."""
+        self, folder: Path, record: CampaignRecord, watch: Watch, say: Say, number: int | None = None
+    ) -> None:  # fmt: skip
+        """Makes ready to carry it out.
+
+        Args:
+            folder: of the record.
+            record: what is asked for, and what of it is done.
+            watch: makes the listener of each run.
+            say: prints a line on each case.
+            number: of the fault whose cases alone are run; all that are missing if there is none.
+        """
         self._folder, self.record, self._number = folder, record, number
-        self._place = Workplace(folder.parent, quiet=quiet, verbose=verbose)
+        self._place = Workplace(folder.parent, watch, say)
         self._took_s: list[Seconds] = []
         self._small: Path | None = None
 
@@ -57,42 +67,42 @@ class CampaignRunner:
         with Interrupts() as interrupts, self._place:
             asked = [case for case in self.record.cases if self._number in (None, case.number)]
             left = [case for case in asked if case.judgement is None]
-            for ground, system in self._missing_undisturbed(left):
+            for testbed, system in self._missing_undisturbed(left):
                 interrupts.check()
-                self._run_undisturbed(ground, system)
+                self._run_undisturbed(testbed, system)
             for case in left:
                 interrupts.check()
                 self._run_case(case)
 
     # --- without a failure ---------------------------------------------------------------------------------------
 
-    def _missing_undisturbed(self, left: Sequence[Case]) -> list[tuple[GroundName, str]]:
-        done = {(run.ground, run.system) for run in self.record.undisturbed}
-        needed = dict.fromkeys((case.ground, case.system) for case in left)
-        return sorted((each for each in needed if each not in done), key=lambda each: each[0] != GIVEN)
+    def _missing_undisturbed(self, left: Sequence[Case]) -> list[tuple[TestbedName, str]]:
+        done = {(run.testbed, run.system) for run in self.record.undisturbed}
+        needed = dict.fromkeys((case.testbed, case.system) for case in left)
+        return sorted((each for each in needed if each not in done), key=lambda each: each[0] != AS_CONFIGURED)
 
-    def _run_undisturbed(self, ground: GroundName, system: str) -> None:
-        scenario = self.record.undisturbed_scenario(ground, system)
-        what = f"{system} without a failure{WHERE[ground]}"
+    def _run_undisturbed(self, testbed: TestbedName, system: str) -> None:
+        scenario = self.record.undisturbed_scenario(testbed, system)
+        what = f"{system} without a failure{WHERE[testbed]}"
         run_dir, outcome = self._place.run(scenario, lambda: what)
-        run = Undisturbed(ground=ground, system=system, **self._shown(ground, scenario, outcome))
+        run = Undisturbed(testbed=testbed, system=system, **self._shown(testbed, scenario, outcome))
         self._write(self.record.with_undisturbed(run))
         self._drop(run_dir, is_fine=not run.difference)
         self._place.say(f"{what}: {run.difference or 'ok'}", is_news=bool(run.difference))
 
-    def _shown(self, ground: GroundName, scenario: Scenario, outcome: Outcome) -> dict[str, Any]:
-        """What that run showed, and in what it differs from the one that is known."""
+    def _shown(self, testbed: TestbedName, scenario: Scenario, outcome: RunOutcome) -> dict[str, Any]:
+        """Returns what the run showed, and how it differs from the reference that is known."""
         try:
             reference = reference_of(outcome, scenario)
         except CapricornError as error:
             return {"reference": None, "difference": str(error)}
-        known = self.record.reference_of(ground)
+        known = self.record.reference_of(testbed)
         return {"reference": reference, "difference": difference(reference, known) if known is not None else ""}
 
     # --- with one ------------------------------------------------------------------------------------------------
 
     def _run_case(self, case: Case) -> None:
-        reference = self.record.reference_of(case.ground)
+        reference = self.record.reference_of(case.testbed)
         if reference is None:
             raise CapricornError(f"no run without a failure came to its end: {self.record.undisturbed[-1].difference}")
         scenario = self._placed(case, self.record.scenario_of(case))
@@ -106,7 +116,7 @@ class CampaignRunner:
         self._place.say(f"{self._place_of(case)}: {outcome_line(judged)}", is_news=bool(remark_of(judged)))
 
     def _placed(self, case: Case, scenario: Scenario) -> Scenario:
-        """The scenario with what it stores where it has to be: on a small file system, or apart from other cases."""
+        """Returns the scenario with its stores in their place: on a small file system, or apart from other cases."""
         if case.mount == "store" or (case.mount and find(scenario.system.name).writes_files):
             return override(scenario, [f"store.root={self._small_file_system()}"])
         parent = self._small_file_system() if case.mount else Path(scenario.persist.dir)
@@ -117,9 +127,9 @@ class CampaignRunner:
         return override(scenario, [f"persist.dir={folder}"])
 
     def _small_file_system(self) -> Path:
-        """One for all cases, empty."""
+        """Returns the small file system of all cases, emptied."""
         if self._small is None:
-            scenarios = (self.record.undisturbed_scenario(GIVEN, each.label) for each in self.record.variants)
+            scenarios = (self.record.undisturbed_scenario(AS_CONFIGURED, each.label) for each in self.record.variants)
             self._small = self._place.enter(small_file_system(max(map(needed_bytes, scenarios))))
         for rest in self._small.iterdir():
             shutil.rmtree(rest, ignore_errors=True)

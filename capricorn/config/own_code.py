@@ -1,0 +1,60 @@
+"""Finds what users wrote themselves: `PACKAGE.MODULE:NAME`, `FILE.py:NAME`, or an entry point of an installed package.
+
+Runs the module that holds it, so it is called with what somebody typed, and never with what a record says.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from capricorn.errors import ConfigError
+
+
+def is_own(name: str) -> bool:
+    """Whether a name is spelled as a module or a file and what is in it."""
+    return ":" in name
+
+
+def absolute(name: str) -> str:
+    """Returns `FILE.py:NAME` with a path that means the same in every folder; any other name as it is."""
+    path, colon, attribute = name.rpartition(":")
+    return f"{Path(path).absolute()}{colon}{attribute}" if path.endswith(".py") else name
+
+
+def installed(group: str) -> dict[str, EntryPoint]:
+    """Returns the entry points of that group by name."""
+    return {entry.name: entry for entry in entry_points(group=group)}
+
+
+@cache
+def load_own(name: str) -> Any:
+    """Returns the object that `PACKAGE.MODULE:NAME` or `FILE.py:NAME` stands for.
+
+    Raises:
+        ConfigError: its module cannot be run, or has nothing of that name.
+    """
+    place, _, attribute = name.rpartition(":")
+    try:
+        module = _run_file(Path(place)) if place.endswith(".py") else import_module(place)
+    except (Exception, SystemExit) as error:  # whatever the module raises is its author's mistake
+        raise ConfigError(f"cannot load {name!r}: {type(error).__name__}: {' '.join(str(error).split())}") from error
+    if not hasattr(module, attribute):
+        raise ConfigError(f"cannot load {name!r}: {place} has no {attribute!r}")
+    return getattr(module, attribute)
+
+
+def _run_file(path: Path) -> ModuleType:
+    name = f"{path.stem}@{path}"  # no import finds it, so that it stands in the place of no other module
+    spec = spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
