@@ -118,7 +118,7 @@ def _measure(
 
 
 def _under(scenario: Scenario, policy: PlannerConfig | None) -> Scenario:
-    """The same under that policy; without one, under no checkpointing at all."""
+    """Returns the scenario under that policy; without one, under no checkpointing at all."""
     if policy is None:
         return scenario.model_copy(update={"system": scenario.system.model_copy(update={"name": "none"})})
     return scenario.model_copy(update={"planner": policy})

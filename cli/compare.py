@@ -43,7 +43,7 @@ OUTPUT = {"as_json", "quiet", "verbose"}
 
 
 def _fraction(context: click.Context, parameter: click.Parameter, text: str | None) -> float | None:
-    """`5%` and `0.05` as 0.05.
+    """Reads `5%` and `0.05` as 0.05.
 
     Raises:
         ConfigError: it is neither.
@@ -134,14 +134,14 @@ def _require(scenarios: Iterable[Scenario]) -> None:
 
 
 def _missing(folder: Path, record: CompareRecord) -> Iterator[Scenario]:
-    """What is still to be run, once of each variant."""
+    """Yields what is still to be run, once of each variant."""
     for planned in record.comparisons:
         for variant in dict.fromkeys(run.variant for run in missing_runs(folder, planned)):
             yield planned.scenario_of(variant)
 
 
 def _new_folder(experiment: Experiment) -> Path:
-    """A folder for the comparisons, with the record of what is to be done."""
+    """Makes a folder for the comparisons, with the record of what is to be done."""
     make_folder(experiment.out)
     started = datetime.now(UTC)
     model = experiment.comparisons[0].scenario.model.name
@@ -189,7 +189,7 @@ def _make_missing(folder: Path, record: CompareRecord, *, as_json: bool, quiet: 
 
 
 def _print_next(folder: Path, record: CompareRecord, quiet: bool) -> None:
-    """Where it all lies, and how to go on if runs are missing; in one line, to be copied."""
+    """Prints where it all lies, and how to go on if runs are missing; in one line, to be copied."""
     if any(missing_runs(folder, planned) for planned in record.comparisons):
         line = f"go on with: {PROGRAM} compare --resume {shlex.quote(str(folder))}"
     elif not quiet:
@@ -255,7 +255,7 @@ def _compare_finished(paths: tuple[Path, ...], threshold: float | None, as_json:
 def _check(
     paths: tuple[Path, ...], threshold: float, compared: list[Comparison], as_json: bool, quiet: bool
 ) -> int:  # fmt: skip
-    """Whether no later run is slower than the first by more than the threshold, where that is no chance."""
+    """Shows whether no later run is slower than the first by more than the threshold, where that is no chance."""
     from capricorn.compare.finished_runs import ratio_of
 
     base, *later = paths

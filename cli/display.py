@@ -33,7 +33,7 @@ Heading: TypeAlias = Callable[[], str]
 
 @contextmanager
 def watching(folders: list[Path], *, quiet: bool, verbose: bool, heading: Heading = str) -> Iterator[RunListener]:
-    """The listener that suits the output, for one run whose folder it adds to `folders`."""
+    """Yields the listener that suits the output, for one run whose folder it adds to `folders`."""
     out = console()
     if quiet:
         yield _Quiet(folders)
@@ -120,7 +120,7 @@ class _Panel(_Quiet):
             self._status, self._since_s = status, time.monotonic()
 
     def _note(self) -> str:
-        """The time left, or else what is going on and for how long."""
+        """Returns the time left, or else what is going on and for how long."""
         left = self._progress.seconds_left()
         if self._status == TRAINING:
             return TRAINING if left is None else f"{_whole_seconds(left)} left"
@@ -165,7 +165,7 @@ def _facts(latest: Snapshot | None) -> RenderableType:
 
 
 def _values(latest: Snapshot | None) -> dict[str, str]:
-    """The figures of the panel, by label; a dash for each until the first iteration is over."""
+    """Returns the figures of the panel, by label; a dash for each until the first iteration is over."""
     if latest is None:
         return dict.fromkeys(NAMES, "-")
     return {
@@ -181,7 +181,7 @@ def _values(latest: Snapshot | None) -> dict[str, str]:
 
 
 def _complete(latest: Snapshot) -> str:
-    """The newest iteration that every rank could restore, and how far behind that is."""
+    """Returns the newest iteration that every rank could restore, and how far behind that is."""
     return f"{latest.latest_complete}, lag {latest.lag}" if latest.latest_complete else "-"
 
 
@@ -195,7 +195,7 @@ def _line(latest: Snapshot, iterations: int) -> str:
 
 
 def _is_news(event: EventSample) -> bool:
-    """Worth a line: what goes wrong, and once that it goes on; starts and ends come once a rank."""
+    """Whether it is worth a line: what goes wrong, and once that it goes on; starts and ends come once a rank."""
     return event.event in ("fault", "failed") or (event.event == "resumed" and (event.rank == 0 or bool(event.detail)))
 
 

@@ -1,4 +1,4 @@
-"""What `compare` is asked for: its comparisons, from a file of them and from options, which go before the file."""
+"""Reads what `compare` is asked for: comparisons, from a file of them and from options, which go before the file."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def refuse_given(context: click.Context, allowed: set[str], reason: str) -> None
 
 
 def experiment_of(context: click.Context, file: Path | None) -> Experiment:
-    """What the command line asks for, and the file where there is one.
+    """Returns what the command line asks for, and the file where there is one.
 
     Raises:
         ConfigError: an option, a key of the file, a name or a value is wrong.
@@ -83,7 +83,7 @@ def experiment_of(context: click.Context, file: Path | None) -> Experiment:
 
 
 def _merged(*levels: Mapping[str, Any]) -> dict[str, Any]:
-    """Each level before those to its left, of what says what is compared.
+    """Merges levels of what says what is compared; each goes before those to its left.
 
     Settings add up, where a later one of a key goes before; an empty list of them drops those so far.
     """
@@ -96,7 +96,7 @@ def _merged(*levels: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _values(context: click.Context, file: Path, table: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
-    """The keys of a table as parameters of the command, of the types that these have."""
+    """Returns the keys of a table as parameters of the command, of the types that these have."""
     parameters = {_key(parameter): parameter for parameter in context.command.params if parameter.name in names}
     for key in table:
         if key not in parameters:
@@ -105,7 +105,7 @@ def _values(context: click.Context, file: Path, table: Mapping[str, Any], names:
 
 
 def _key(parameter: click.Parameter) -> str:
-    """What an option is called in a file: `ranks_per_node` of --ranks-per-node."""
+    """Returns what an option is called in a file: `ranks_per_node` of --ranks-per-node."""
     return parameter.opts[0].removeprefix("--").replace("-", "_")
 
 
@@ -121,7 +121,7 @@ def _cast(context: click.Context, file: Path, key: str, parameter: click.Paramet
 
 
 def _planned(label: str, asked: Mapping[str, Any]) -> PlannedComparison:
-    """The comparison, once each of its variants is found to make a scenario."""
+    """Returns the comparison, once each of its variants is found to make a scenario."""
     options = dict(asked)
     variants, repeats = parse_variants(options.pop("systems")), options.pop("repeats")
     _refuse_system(options[SETTINGS])
@@ -138,7 +138,7 @@ def _planned(label: str, asked: Mapping[str, Any]) -> PlannedComparison:
 
 
 def _absolute(assignments: Iterable[str]) -> Iterator[str]:
-    """The same settings with paths that mean the same wherever the comparison is gone on with."""
+    """Yields the settings with paths that mean the same wherever the comparison is gone on with."""
     for assignment in assignments:
         key, _, value = assignment.partition("=")
         yield f"{key}={Path(value).absolute()}" if key in PATHS and PATHS[key](value) else assignment

@@ -108,7 +108,7 @@ def _export_weights(paths: Sequence[Path], out: Path, dtype: str | None) -> int:
 
 
 def _format(table: str | None, out: Path | None) -> str:
-    """What was asked for; by the suffix of the file if that is all there is.
+    """Returns the format that was asked for; by the suffix of the file if that is all there is.
 
     Raises:
         ConfigError: the two contradict each other, or no format has that suffix.
@@ -143,7 +143,7 @@ def _render(chosen: str, loaded: Loaded, pictures: Sequence[Sequence[Picture]]) 
 def _write_figures(
     outputs: Outputs, folder: Path, loaded: Loaded, pictures: Sequence[Sequence[Picture]], kinds: Sequence[str]
 ) -> None:
-    """The figures, in the place of those of an earlier export and of nothing else.
+    """Writes the figures in the place of those of an earlier export, and of nothing else.
 
     Raises:
         ConfigError: something else is there.
@@ -165,7 +165,7 @@ def _write_trace(outputs: Outputs, path: Path, loaded: Loaded) -> None:
 
 
 def _traced(loaded: Loaded) -> list[TracedRun]:
-    """Every run once, in the order of tables."""
+    """Returns every run once, in the order of tables."""
     from capricorn.records.samples import read_run
     from capricorn.report.export.perfetto import TracedRun
 

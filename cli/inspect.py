@@ -86,7 +86,7 @@ def _find_run(target: str) -> tuple[RunRecord | None, Path]:
 
 
 def _unfinished(folder: Path) -> RunRecord:
-    """The record that a live or killed run has not written yet, of what it has written."""
+    """Returns the record that a live or killed run has not written yet, made of what it has written."""
     from capricorn.launch.launcher import record_of
     from capricorn.records.job_file import Job
 
@@ -96,7 +96,7 @@ def _unfinished(folder: Path) -> RunRecord:
 
 
 def _find_tier(record: RunRecord | None, folder: Path) -> Path | None:
-    """The folder of checkpoints on disk that the target is, or that the run has."""
+    """Returns the folder of checkpoints on disk that the target is, or that the run has."""
     if record is None:
         folder = folder.resolve()
         return folder if is_checkpoint(folder) or is_persistent_tier(folder) else None

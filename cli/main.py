@@ -89,7 +89,7 @@ def _fail(message: str, code: int) -> int:
 
 
 def _describe(error: click.UsageError) -> str:
-    """The message of click in our form: what is wrong, the nearest name, where to read on."""
+    """Returns the message of click in our form: what is wrong, the nearest name, where to read on."""
     nearest: list[str] | None = getattr(error, "possibilities", None)
     message = error.message if nearest else error.format_message()
     hint = f"; did you mean {nearest[0]!r}?" if nearest else ""

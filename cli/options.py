@@ -106,7 +106,7 @@ _OUTPUT_OPTIONS: Options = (
 
 def listed(context: click.Context, parameter: click.Parameter, values: Sequence[str]) -> tuple[str, ...]:
     """Returns the words of all values, each a list with commas."""
-    return tuple(word.strip() for value in values for word in value.split(",") if word.strip())
+    return tuple(word.strip() for value in values for word in value.split(","))
 
 
 def systems_option(default: str, description: str) -> Callable[[Command], Command]:
@@ -220,9 +220,9 @@ def _cluster(asked: Mapping[str, Any], nnodes: int) -> ClusterConfig:
 
 
 def _planner(cluster: ClusterConfig, launch: Mapping[str, Any]) -> dict[str, str]:
-    """Where the CPU that computes also moves the bytes over its own loopback, they move best while it waits.
+    """Returns the default of `planner.spans` where the CPU that computes also moves the bytes over its own loopback.
 
-    That is in the all-to-alls, which is the opposite of what is idle where a network moves them.
+    They move best while it waits, in the all-to-alls: the opposite of what is idle where a network moves them.
     """
     from capricorn.launch.preflight import num_cuda_devices
 
@@ -231,7 +231,7 @@ def _planner(cluster: ClusterConfig, launch: Mapping[str, Any]) -> dict[str, str
 
 
 def _checked(scenario: Scenario) -> Scenario:
-    """The scenario with its device resolved, once the names that no model checks are found to be known."""
+    """Returns the scenario with its device resolved, once the names that no model checks are found to be known."""
     from capricorn.launch.preflight import resolve_device
 
     if scenario.loads.source != ROUTER:

@@ -23,7 +23,7 @@ HELP = {
 
 
 def console() -> Console:
-    """A console on the present stdout; plain and 80 wide when that is a pipe."""
+    """Returns a console on the present stdout; plain and 80 wide when that is a pipe."""
     return Console(highlight=False)
 
 

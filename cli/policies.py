@@ -43,7 +43,7 @@ class Choice(NamedTuple):
     rhos: tuple[float, ...]
 
     def offline(self, planner: PlannerConfig) -> Policies:
-        """All combinations; what was not given takes every value that makes a difference.
+        """Returns all combinations; what was not given takes every value that makes a difference.
 
         Raises:
             ConfigError: one of them makes sense only for a training.
@@ -60,7 +60,7 @@ class Choice(NamedTuple):
         )
 
     def live(self, planner: PlannerConfig) -> Policies:
-        """All combinations, of the default values for what was not given; without any list a selection.
+        """Returns all combinations, with the default of what was not given; without any list, a selection.
 
         Without spans nothing is planned, and there is nothing to combine.
 
@@ -85,14 +85,14 @@ def _policy(planner: PlannerConfig, spans: str, replan: str, gate: bool) -> Plan
 
 
 def describe(policy: PlannerConfig) -> str:
-    """The policy in a few words."""
+    """Returns the policy in a few words."""
     if policy.spans == NO_SPANS:
         return "as soon as staged"
     return f"{policy.spans} spans, {policy.replan}, {'gate' if policy.gate else 'no gate'}"
 
 
 def configure(sections: dict[str, type[FrozenModel]], assignments: Iterable[str]) -> dict[str, FrozenModel]:
-    """The sections by name, with `section.key=value` settings applied.
+    """Returns the sections by name, with `section.key=value` settings applied.
 
     Raises:
         ConfigError: a key is unknown or a value does not fit it.
@@ -135,7 +135,7 @@ def refuse_unplanned(scenario: Scenario) -> None:
 
 
 def _listed(read: Callable[[str], Any]) -> Callable[..., tuple[Any, ...]]:
-    """A callback that reads the values of an option, each a list with commas, and drops what comes twice."""
+    """Makes a callback that reads the values of an option, each a list with commas, and drops what comes twice."""
 
     def callback(context: click.Context, parameter: click.Parameter, values: Sequence[str]) -> tuple[Any, ...]:
         words = [word.strip() for value in values for word in value.split(",")]

@@ -52,7 +52,7 @@ class Progress:
         return self.latest.iteration if self.latest else 0
 
     def add(self, sample: IterationSample) -> Snapshot | None:
-        """The iteration that this sample completes, if it is the last rank's."""
+        """Returns the iteration that this sample completes, if it is the last rank's."""
         if sample.attempt > self._attempt:
             self._attempt = sample.attempt
             self._pending.clear()
@@ -68,7 +68,7 @@ class Progress:
         return self.latest
 
     def seconds_left(self) -> Seconds | None:
-        """Time the iterations to come take at the pace of the latest ones; None before there are two."""
+        """Returns the time that is left at the pace of the latest iterations; None before there are two."""
         ends = list(self._ends_s)
         paces = [after - before for before, after in pairwise(ends)]
         return (self.iterations - self.iteration) * median(paces) if paces else None

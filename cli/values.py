@@ -79,7 +79,7 @@ def system_settings() -> list[tuple[Setting, list[str]]]:
 
 
 def _faults() -> Iterator[str]:
-    """The beginning of each kind's spelling, up to where a number is due."""
+    """Yields the beginning of each kind's spelling, up to where a number is due."""
     return (spelling(kind).partition("=")[0] + "=" for kind in KINDS)
 
 

@@ -18,7 +18,7 @@ from capricorn.config.fields import FrozenModel
 from capricorn.config.scenario import Scenario
 from capricorn.errors import CapricornError, ConfigError
 from capricorn.records.samples import RunRecord, read_record, read_run, write_record
-from capricorn.systems.registry import canonical_name, find, short_name
+from capricorn.systems.registry import SYSTEMS, canonical_name, find, short_name
 from capricorn.systems.settings import OPTIONS, override
 
 SCHEMA_VERSION = 1
@@ -63,7 +63,7 @@ class Variant(FrozenModel):
             ConfigError: a part is empty or not key=value.
         """
         system, *assignments = map(str.strip, text.split(":"))
-        if assignments and "=" not in assignments[0] and assignments[0]:
+        if system not in SYSTEMS and assignments and assignments[0] and "=" not in assignments[0]:
             system = f"{system}:{assignments.pop(0)}"  # MODULE:CLASS or FILE.py:CLASS
         if not system:
             raise ConfigError(f"--systems: {text!r} names no system; write it as in {SPELLING}")

@@ -67,7 +67,7 @@ T = TypeVar("T", bound=BaseModel)
 
 
 def validate(model: type[T], values: Mapping[str, Any], where: str, *, lax: bool = False) -> T:
-    """The values as that model.
+    """Returns the values as that model.
 
     Raises:
         ConfigError: in one line: where, which field, what is wrong with its value.
@@ -94,7 +94,7 @@ def _message(fault: Mapping[str, Any]) -> str:
 
 
 def _describe(error: ValidationError, where: str, model: type[BaseModel]) -> str:
-    """The first error in one line; an unknown key goes before others, as it may be the one that is missed."""
+    """Returns the first error in one line; an unknown key goes first, as it may be the one that is missed."""
     faults: Sequence[Mapping[str, Any]] = error.errors()
     first = next((fault for fault in faults if fault["type"] == "extra_forbidden"), faults[0])
     key = ".".join(str(part) for part in first["loc"])

@@ -47,7 +47,7 @@ class PlannerConfig(FrozenModel):
 
 
 def parse_replan(text: str, option: str = "planner.replan") -> int | None:
-    """The interval of `every-K` and `every-iter`; None for the policies that have none.
+    """Returns the interval of `every-K` and `every-iter`; None for the policies that have none.
 
     `option` is where the text was given.
 

@@ -23,7 +23,7 @@ RENAMED: Final[Mapping[str, str]] = {"system.give_way": "system.idle_priority"}
 
 
 def load_model(name: str) -> ModelConfig:
-    """The preset of that name, or the TOML file at that path.
+    """Returns the preset of that name, or the TOML file at that path.
 
     Raises:
         ConfigError: no such preset or file, or the file does not describe a model.
@@ -37,7 +37,7 @@ def load_model(name: str) -> ModelConfig:
 
 
 def load_cluster(name: str) -> dict[str, Any]:
-    """The fields of the cluster of that name, or of the one described by the TOML file at that path.
+    """Returns the fields of the cluster of that name, or of the one that the TOML file at that path describes.
 
     Raises:
         ConfigError: no such preset or file.
@@ -53,7 +53,7 @@ def load_cluster(name: str) -> dict[str, Any]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The table in a TOML file.
+    """Returns the table in a TOML file.
 
     Raises:
         ConfigError: it cannot be read or is not TOML.
@@ -67,7 +67,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def parse_ckpt(text: str) -> int:
-    """The interval that `every-iter`, `every-N` or `off` stands for; 0 is off.
+    """Returns the interval that `every-iter`, `every-N` or `off` stands for; 0 is off.
 
     Raises:
         ConfigError: it is none of these, or N is 0.

@@ -350,7 +350,7 @@ class Scenario(FrozenModel):
 
 
 def ops_of(model: ModelConfig) -> list[OpKey]:
-    """Every op of an iteration."""
+    """Returns every op of an iteration."""
     kinds = {True: ("attention", "gate", "dispatch", "expert", "combine"), False: ("attention", "expert")}
     layers = [(layer, kind) for layer in range(model.num_layers) for kind in kinds[model.is_moe(layer)]]
     both = [*layers, (NO_LAYER, "head")]

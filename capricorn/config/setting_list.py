@@ -117,7 +117,7 @@ def settings_in(section: str, model: type[BaseModel]) -> Iterator[Setting]:
 
 
 def _kinds(annotation: Any) -> tuple[Any, ...]:
-    """The types that a value may have, without what Annotated adds to them."""
+    """Returns the types that a value may have, without what Annotated adds to them."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _kinds(inner[0])
@@ -133,6 +133,6 @@ def _word(kind: Any) -> str:
 
 
 def _metadata(info: FieldInfo) -> list[Any]:
-    """What the field's type is annotated with, also that of `Annotated[...] | None`."""
+    """Returns what the field's type is annotated with, also that of `Annotated[...] | None`."""
     inner = [each for member in get_args(info.annotation) for each in getattr(member, "__metadata__", ())]
     return [*info.metadata, *inner]

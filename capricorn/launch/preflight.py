@@ -219,7 +219,7 @@ def _check_memory(scenario: Scenario, needs: Needs) -> Check:
 
 
 def _check_persist_folder(scenario: Scenario) -> Iterator[Check]:
-    """Whether checkpoints can go where the user wants them; makes no folder."""
+    """Checks whether checkpoints can go where the user wants them; makes no folder."""
     if not scenario.persist.dir:
         return
     folder = Path(scenario.persist.dir).resolve()
@@ -235,14 +235,14 @@ def _check_persist_folder(scenario: Scenario) -> Iterator[Check]:
 
 
 def _check_faults(scenario: Scenario) -> Iterator[Check]:
-    """Whether each failure that was asked for can be injected here, into a run that is recorded below this folder."""
+    """Checks whether each failure can be injected here, into a run that is recorded below the present folder."""
     for fault in scenario.faults:
         reason = why_not(fault, scenario) or why_not_here(fault, scenario, Path())
         yield Check(f"fault {fault}", not reason, reason or "can be injected", "-", "leave it out")
 
 
 def _foresee_losses(scenario: Scenario) -> Iterator[Check]:
-    """How likely memory still holds a copy of every shard when two nodes are lost at once."""
+    """Tells how likely memory still holds a copy of every shard when two nodes are lost at once."""
     system, num_nodes = scenario.system, scenario.cluster.nodes
     if num_nodes >= NUM_LOST and system.every and "peer" in find(system.name).tiers:
         probability = recovery_probability(num_nodes, system.replicas, NUM_LOST)

@@ -75,7 +75,7 @@ def active_params(model: ModelConfig) -> int:
 
 
 def activation_bytes(model: ModelConfig, value_bytes: Bytes) -> Bytes:
-    """What the forward pass keeps for the backward pass, about; nothing is recomputed."""
+    """Returns the bytes that the forward pass keeps for the backward pass, about; nothing is recomputed."""
     attention = 4 * model.hidden + 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
     moe = (model.top_k * (2 * model.hidden + 4 * model.ffn)) + model.num_shared_experts * 4 * model.ffn
     values = model.num_layers * (8 * model.hidden + attention + moe) + 3 * model.vocab_size
@@ -103,7 +103,7 @@ class Needs:
 
 
 def needs_of(scenario: Scenario, *, cuda: bool) -> Needs:
-    """What the scenario takes on this machine (all its nodes when they are emulated, one when real)."""
+    """Returns what the scenario takes on this machine (all its nodes when they are emulated, one when real)."""
     model, topology = scenario.model, scenario.topology
     held = len(expert_split(model.num_experts, topology.world_size)[0]) * num_moe_layers(model) * expert_params(model)
     dense = dense_params(model)
@@ -134,7 +134,7 @@ def _persists(scenario: Scenario) -> bool:
 
 
 def _store_bytes(scenario: Scenario, num_nodes: int, shard_bytes: Bytes) -> Bytes:
-    """What so many of the nodes take of tmpfs."""
+    """Returns what so many of the nodes take of tmpfs."""
     topology, system, entry = scenario.topology, scenario.system, find(scenario.system.name)
     if entry.kind == "nothing" or not system.every:
         return 0

@@ -48,7 +48,7 @@ FLOPS_ALLOWED_PER_S = 10e9
 
 
 def scale(scenario: Scenario) -> Scenario:
-    """The scenario with its emulation computed and its model scaled; unchanged on `local`.
+    """Returns the scenario with its emulation computed and its model scaled; unchanged on `local`.
 
     Raises:
         ConfigError: no scale model of this model and cluster keeps the proportions.
@@ -65,7 +65,7 @@ def scale(scenario: Scenario) -> Scenario:
 
 
 def _described(scenario: Scenario) -> tuple[Emulation, ModelConfig]:
-    """The scale model of a cluster that is described by its hardware."""
+    """Returns the scale model of a cluster that is described by its hardware."""
     work = work_of(scenario)
     cluster, there = work.cluster, times_of(work)
     time_factor = cluster.iteration_s / (there.compute_s + there.all_to_all_s)
@@ -90,7 +90,7 @@ def _described(scenario: Scenario) -> tuple[Emulation, ModelConfig]:
 
 
 def _measured(scenario: Scenario) -> tuple[Emulation, ModelConfig]:
-    """The model as it is, at the durations and the link rate that the cluster gives."""
+    """Returns the model as it is, at the durations and the link rate that the cluster gives."""
     cluster, model = scenario.cluster, scenario.model
     attention_s, expert_s = cluster.attention_s, cluster.expert_s
     assert attention_s is not None
@@ -123,7 +123,7 @@ def _measured(scenario: Scenario) -> tuple[Emulation, ModelConfig]:
 
 
 def _shrink(work: Work, byte_factor: float, compute_s: Seconds) -> ModelConfig:
-    """The small model whose state and rows are the target's divided by the byte factor.
+    """Returns the small model whose state and rows are the target's divided by the byte factor.
 
     Of all widths that do, it is the one whose dense share of parameters comes nearest to the target's, and whose real
     computing, in `compute_s`, is light.
@@ -151,7 +151,7 @@ def _candidates(work: Work, byte_factor: float) -> Iterator[ModelConfig]:
 
 
 def _seq_len(work: Work, byte_factor: float, hidden: int) -> int:
-    """Of a batch of BATCH sequences, so that rows x width is the target's by the byte factor."""
+    """Returns the length of sequences in a batch of BATCH, so that rows x width is the target's by the byte factor."""
     fold = num_moe_layers(work.model) / _num_moe_layers(work)
     there = work.tokens * work.model.hidden * ACTIVATION_BYTES * fold
     tokens = there / byte_factor / (hidden * VALUE_BYTES) / work.cluster.ranks_per_node
@@ -186,13 +186,13 @@ def _small(work: Work, hidden: int, seq_len: int, vocab_size: int, ffn: int) -> 
 
 
 def _rows_bytes(model: ModelConfig, cluster: ClusterConfig) -> float:
-    """What one all-to-all takes out of a node here."""
+    """Returns the bytes that one all-to-all takes out of a node here."""
     rows = cluster.ranks_per_node * model.tokens_per_rank * model.top_k
     return remote_bytes(rows * model.hidden * VALUE_BYTES, cluster)
 
 
 def _error(model: ModelConfig, work: Work, byte_factor: float) -> float:
-    """Relative deviation of the state and of the rows from their aims."""
+    """Returns the relative deviation of the state and of the rows from their aims."""
     fold = num_moe_layers(work.model) / num_moe_layers(model)
     rows_bytes = remote_bytes(work.rows * work.model.hidden * ACTIVATION_BYTES, work.cluster) * fold
     by_state = abs(total_params(model) * byte_factor / total_params(work.model) - 1)
@@ -211,14 +211,14 @@ def _badness(model: ModelConfig, work: Work, byte_factor: float, compute_s: Seco
 
 
 def _real_flops_per_token(model: ModelConfig) -> float:
-    """Forward, as computed here, where fairscale's gate also multiplies all tokens with all places at the experts."""
+    """Returns the flops of a forward here, where fairscale's gate multiplies all tokens with all places at experts."""
     flops, layers = flops_per_token(model), layers_of(model)
     places = 4 * model.top_k * model.tokens_per_rank * model.hidden if model.family == "gpt-moe" else 0
     return sum(flops[op] * layers[op] for op in flops) + places * layers["gate"]
 
 
 def _pace(work: Work, model: ModelConfig, time_factor: float) -> Pace:
-    """Of each op here: all the time the target spends in such ops, split over as many as there are here."""
+    """Returns how long each op takes here: all the target's time in such ops, split over as many as there are here."""
     flops, there, here = flops_per_token(work.model), layers_of(work.model), layers_of(model)
     per_flop = time_factor * work.tokens / flops_per_s(work.cluster)
     spent = {op: per_flop * flops[op] * there[op] / here[op] if here[op] else 0.0 for op in flops}

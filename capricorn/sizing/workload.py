@@ -40,7 +40,7 @@ class Work:
 
 
 def work_of(scenario: Scenario) -> Work:
-    """The target's iteration, with as many tokens as its batch has, or as make rho what was asked for."""
+    """Returns the target's iteration, with the tokens of its batch, or with those that make rho what was asked for."""
     cluster, model = scenario.cluster, scenario.model
     tokens = model.tokens_per_rank * cluster.devices_per_node
     work = Work(model, cluster, scenario.system.replicas, tokens)
@@ -53,7 +53,7 @@ def work_of(scenario: Scenario) -> Work:
 
 
 def flops_per_s(cluster: ClusterConfig) -> float:
-    """What the devices of a node reach together."""
+    """Returns what the devices of a node reach together."""
     if cluster.flops_per_s is None and cluster.accelerator not in DEVICES:
         raise unknown_name("accelerator", cluster.accelerator, DEVICES)
     return (cluster.flops_per_s or DEVICES[cluster.accelerator]) * cluster.devices_per_node * cluster.mfu
@@ -72,7 +72,7 @@ def storage_of(cluster: ClusterConfig) -> tuple[BytesPerSecond | None, BytesPerS
 
 
 def flops_per_token(model: ModelConfig) -> dict[str, float]:
-    """Forward, by op of one layer; `head` of the whole model."""
+    """Returns the flops of a forward, by op of one layer; `head` of the whole model."""
     scores = 2 * model.seq_len * model.num_heads * model.head_dim  # half of the square is masked
     is_gpt = model.family == "gpt-moe"
     dense = expert_params(model) if is_gpt else 3 * model.hidden * model.dense_ffn
@@ -89,7 +89,7 @@ def flops_per_token(model: ModelConfig) -> dict[str, float]:
 
 
 def layers_of(model: ModelConfig) -> dict[str, int]:
-    """How often an iteration has each op, in one direction."""
+    """Returns how often an iteration has each op, in one direction."""
     moe = num_moe_layers(model)
     dense = model.num_layers - moe
     return {"attention": model.num_layers, "gate": moe, "expert": moe, "shared": moe, "dense": dense, "head": 1}
@@ -113,7 +113,16 @@ def times(
     rows_bytes: float,
     rate: BytesPerSecond,
 ) -> IterationTimes:
-    """An iteration that computes so long; one all-to-all takes `rows_bytes` out of a node, over links of `rate`."""
+    """Returns the times of an iteration.
+
+    Args:
+        model: What is trained here.
+        cluster: Where, with its nodes.
+        replicas: Copies of each shard, one of them local.
+        compute_s: How long the iteration computes.
+        rows_bytes: What one all-to-all takes out of a node.
+        rate: Of a node's link.
+    """
     checkpoint_bytes = STATE_BYTES_PER_PARAM * total_params(model) / cluster.nodes * (replicas - 1)
     return IterationTimes(
         compute_s=compute_s,
@@ -124,5 +133,5 @@ def times(
 
 
 def remote_bytes(num_bytes: float, cluster: ClusterConfig) -> float:
-    """What leaves the node, of traffic that is spread evenly over all nodes."""
+    """Returns what leaves the node, of traffic that is spread evenly over all nodes."""
     return num_bytes * (cluster.nodes - 1) / cluster.nodes

@@ -39,13 +39,10 @@ def test_systems_run_there_and_back_with_all_else_alike(
     assert cli(*TINY, *SYSTEMS, "--set", "system.every=2", "--out", tmp_path, "-q") == 0
     there = ["none", "capricorn", "gemini"]
     assert launcher.order == [*there, *reversed(there), *there]
-    alike = [
-        each.model_copy(update={"system": launcher.scenarios[0].system, "gemini": launcher.scenarios[0].gemini})
-        for each in launcher.scenarios
-    ]
+    alike = [each.model_copy(update={"system": launcher.scenarios[0].system}) for each in launcher.scenarios]
     assert all(each == launcher.scenarios[0] for each in alike)
     assert {each.system.every for each in launcher.scenarios} == {2}
-    assert [each.gemini.mu for each in launcher.scenarios[:3]] == ["auto", "auto", 0.9]
+    assert [each.system.options.get("mu") for each in launcher.scenarios[:3]] == [None, None, 0.9]
 
 
 def test_json_is_one_object_with_a_row_for_each_system(
@@ -205,7 +202,7 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("/no/such",), "/no/such holds no run"),
     (("--scenario", "none.toml"), "cannot read none.toml"),
     (("--resume", "/no/such"), "/no/such holds no comparison"),
-    (("--repeats", "0"), "'--repeats': 0"),
+    (("--repeats", "0"), "'--repeats': '0' is not a whole number, 1 or more"),
     (("--systems", "none", "--out", "/dev/null/x"), "--out /dev/null/x"),
 ]
 
