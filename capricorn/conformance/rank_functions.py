@@ -76,13 +76,8 @@ def lose_peer(rank: int, folder: Path, subject: SystemUnderTest, how: int) -> It
 
     Args:
         rank: this one.
-    <<<<<<< HEAD
         folder: of the attempt.
         subject: the system, and how it is set up.
-    =======
-        folder: of the job.
-        subject: the system.
-    >>>>>>> checksystem
         how: the signal that the lost rank sends itself.
     """
     toy = ToyRank(subject, rank, folder)

@@ -66,17 +66,10 @@ class ToyRank:
         """Attaches a new system to the state before the first iteration; collective over all ranks.
 
         Args:
-        <<<<<<< HEAD
             subject: the system, and how it is set up.
             rank: this one.
             folder: of the attempt, where stores and files go.
             attempt: how often the job has started before.
-        =======
-            subject: the system.
-            rank: this one.
-            folder: of the job, see `make_folder`.
-            attempt: counts the starts of the job, from 0.
-        >>>>>>> checksystem
         """
         self.rank = rank
         self.tensors = {key: tensor for key, tensor in _tensors(subject.large).items() if key not in subject.without}
