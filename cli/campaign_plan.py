@@ -20,7 +20,7 @@ from capricorn.errors import ConfigError
 from capricorn.systems.registry import check_system
 
 from .experiment import given
-from .options import refuse_shared_tier, scenario_from, unresolved_options
+from .options import PARAMETERS, SETTINGS, SYSTEM_PARAMETER, refuse_shared_tier, scenario_from
 
 SHARED = ("profile_iterations=2", "mu=0.9")
 """Options of the systems that have them, so that Gemini checkpoints in runs as short as these; --set goes before."""
@@ -29,6 +29,9 @@ ALWAYS = ("model", "iterations", "seed")
 OF_CASES = {"kinds": "--kinds", "count": "--count", "faults": "--fault", "repeats": "--repeats", "repro": "--repro",
             "number": "--case"}  # fmt: skip
 """Options of a campaign of single cases, which failures at random times have none of."""
+
+SCENARIO = PARAMETERS - {SYSTEM_PARAMETER, "faults"}
+"""Parameters that say what is trained, where and how."""
 
 
 def planned(context: click.Context) -> CampaignRecord:
@@ -42,7 +45,7 @@ def planned(context: click.Context) -> CampaignRecord:
     for variant in variants:
         check_system(variant.system)
     settings = options["assignments"]
-    asked = {name: options[name] for name in _scenario_names() - {"faults", "assignments"}}
+    asked = {name: options[name] for name in SCENARIO - {SETTINGS}}
     scenario = scenario_from(
         **asked, system=variants[0].system, assignments=(*own_options(SHARED, variants), *settings), settles=False
     )
@@ -67,22 +70,12 @@ def scenario_words(context: click.Context) -> tuple[str, ...]:
     words: list[str] = []
     for parameter in context.command.params:
         name = parameter.name or ""
-        if name in _scenario_names() - {"faults"} and (name in given(context) or name in ALWAYS):
+        if name in SCENARIO and (name in given(context) or name in ALWAYS):
             value = context.params[name]
             values = value if parameter.multiple else [value]
             is_flag = isinstance(parameter, click.Option) and parameter.is_flag
             words += [parameter.opts[0]] if is_flag else [w for each in values for w in (parameter.opts[0], str(each))]
     return tuple(words)
-
-
-def _scenario_names() -> set[str]:
-    """Returns the parameters that say what is trained, where and how."""
-    command = click.Command("scenario", callback=unresolved_options(_nothing), params=[])
-    return {parameter.name or "" for parameter in getattr(command.callback, "__click_params__", [])}
-
-
-def _nothing() -> int:
-    return 0
 
 
 def _with_economics(record: CampaignRecord, context: click.Context) -> CampaignRecord:
