@@ -262,13 +262,18 @@ def _import_module(name: str) -> ModuleType:
     """Imports a module, also one in the folder that the command was started in."""
     if not name:
         raise ConfigError("a system of one's own is PACKAGE.MODULE:CLASS or FILE.py:CLASS")
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
+    _search(Path.cwd())
     return import_module(name)
 
 
+def _search(folder: Path) -> None:
+    """Lets imports look in a folder, after all others."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
 def _import_file(path: Path) -> ModuleType:
-    """Imports a file under a name of its own; what stands beside it can be imported by it."""
+    """Imports a file under a name of its own; it can import what stands beside it, or where the command was started."""
     path = path.absolute()
     if not path.is_file():
         raise ConfigError(f"there is no file {path}; a system of one's own is FILE.py:CLASS")
@@ -279,8 +284,8 @@ def _import_file(path: Path) -> ModuleType:
     spec = util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
+    _search(path.parent)
+    _search(Path.cwd())
     module = sys.modules[name] = util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)

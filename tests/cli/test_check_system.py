@@ -18,7 +18,7 @@ from tests.support.processes import children_of, command_of
 from tests.support.runs import PROGRAM, command, polls
 from tests.support.sources import ROOT
 
-OWN = f"{ROOT}/examples/own_system.py:RawFiles"
+OWN = f"{ROOT}/examples/own_system.py:OwnFiles"
 
 
 def test_the_example_of_an_own_system_keeps_every_rule() -> None:

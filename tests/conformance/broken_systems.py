@@ -5,15 +5,16 @@ from __future__ import annotations
 import subprocess
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
+
+import torch
 
 from capricorn.hooks import OpKey
 from capricorn.systems.interface import JobContext, RestoreReport
-from examples.own_system import RawFiles
+from examples.own_system import OwnFiles
 
 
-class TornState(RawFiles):
+class TornState(OwnFiles):
     """Writes the live tensors when the next update has already overwritten them."""
 
     due = 0
@@ -31,19 +32,18 @@ class TornState(RawFiles):
         self.due = 0
 
 
-class LostRank(RawFiles):
+class LostRank(OwnFiles):
     """Gives every rank the state of rank 0."""
 
     def restore(self) -> RestoreReport:
-        own = self.job
-        self.job = replace(own, rank=0)
-        try:
-            return super().restore()
-        finally:
-            self.job = own
+        report = super().restore()
+        first = torch.load(self.file(report.iteration, 0), weights_only=True)
+        for tensor, value in zip(self.state.tensors.values(), first.values(), strict=True):
+            tensor.copy_(value)
+        return report
 
 
-class StateChanged(RawFiles):
+class StateChanged(OwnFiles):
     """Changes a live tensor after it has saved it."""
 
     def after_update(self, iteration: int) -> None:
@@ -51,7 +51,7 @@ class StateChanged(RawFiles):
         next(iter(self.state.tensors.values())).add_(1)
 
 
-class Leftovers(RawFiles):
+class Leftovers(OwnFiles):
     """Ends neither its thread nor its process, and leaves a file where it happens to be."""
 
     def attach(self, job: JobContext, state) -> None:  # type: ignore[no-untyped-def]
@@ -61,7 +61,7 @@ class Leftovers(RawFiles):
         Path(f"forgotten{job.rank}").touch()
 
 
-class NoDeadline(RawFiles):
+class NoDeadline(OwnFiles):
     """Waits for ever for a peer that is gone."""
 
     def after_update(self, iteration: int) -> None:
@@ -71,24 +71,24 @@ class NoDeadline(RawFiles):
             time.sleep(3600)
 
 
-class CountsTooEarly(RawFiles):
+class CountsTooEarly(OwnFiles):
     """Counts an iteration as complete that has only begun."""
 
     def latest_complete(self) -> int | None:
         return (self.latest or 0) + 1
 
 
-class KeepsAll(RawFiles):
+class KeepsAll(OwnFiles):
     """Never removes an older checkpoint."""
 
     def after_update(self, iteration: int) -> None:
-        kept = self.folder / f"{iteration - 2}-{self.job.rank}"
+        kept = self.file(iteration - 2, self.job.rank)
         if kept.exists():
-            kept.rename(self.folder / f"kept-{kept.name}")
+            kept.rename(kept.with_name(f"kept-{kept.name}"))
         super().after_update(iteration)
 
 
-class CloseFails(RawFiles):
+class CloseFails(OwnFiles):
     """Cannot be closed twice."""
 
     def close(self) -> None:
