@@ -12,12 +12,13 @@ import rich_click as click
 from capricorn.config.cluster import LOCAL, ClusterConfig
 from capricorn.config.fault_spec import FaultSpec
 from capricorn.config.fields import Option, validate
+from capricorn.config.own_code import absolute
 from capricorn.config.resolve import assign, load_cluster, load_model, parse_ckpt
 from capricorn.config.scenario import ROUTER, Scenario, TrainConfig
 from capricorn.config.setting_list import Setting, options, sections
 from capricorn.errors import ConfigError
 from capricorn.sizing.scale import scale
-from capricorn.systems.registry import canonical_name, check_system
+from capricorn.systems.registry import check_system
 from capricorn.systems.settings import settle
 from capricorn.units import KIB
 
@@ -169,7 +170,7 @@ def scenario_from(*, assignments: Sequence[str] = (), settles: bool = True, **gi
     values = {name: value for name, value in (written | given).items() if value is not None}
     model, every, faults = load_model(values.pop("model")), parse_ckpt(values.pop("ckpt")), values.pop("faults")
     if SYSTEM_PARAMETER in values:
-        values[SYSTEM_PARAMETER] = canonical_name(values[SYSTEM_PARAMETER])
+        values[SYSTEM_PARAMETER] = absolute(values[SYSTEM_PARAMETER])
     asked = _by_section(values)
     domains = _cluster(asked.pop("cluster", {}), asked["launch"].get("nnodes", 0))
     buffers = {"send_buffer_bytes": SEND_BUFFER_BYTES} if domains.is_emulated else {}

@@ -15,10 +15,11 @@ from typing import Any, Self
 from pydantic import Field
 
 from capricorn.config.fields import FrozenModel
+from capricorn.config.own_code import absolute
 from capricorn.config.scenario import Scenario
 from capricorn.errors import CapricornError, ConfigError
 from capricorn.records.samples import RunRecord, read_record, read_run, write_record
-from capricorn.systems.registry import SYSTEMS, canonical_name, find, short_name
+from capricorn.systems.registry import SYSTEMS, find, short_name
 from capricorn.systems.settings import OPTIONS, override
 
 SCHEMA_VERSION = 1
@@ -70,7 +71,7 @@ class Variant(FrozenModel):
         for assignment in assignments:
             if not all(assignment.partition("=")):
                 raise ConfigError(f"--systems {text!r}: {assignment!r} is not key=value, as in gemini:mu=0.9")
-        return cls(system=canonical_name(system), assignments=tuple(assignments))
+        return cls(system=absolute(system), assignments=tuple(assignments))
 
     def of(self, scenario: Scenario) -> Scenario:
         """Returns the scenario under this variant.

@@ -7,7 +7,8 @@ from typing import Any, Final
 from pydantic import Field
 
 from capricorn.config.fields import FrozenModel, check, validate
-from capricorn.systems.registry import canonical_name, find, short_name
+from capricorn.config.own_code import absolute
+from capricorn.systems.registry import find, short_name
 from capricorn.units import Seconds
 
 LARGE: Final = 400_000
@@ -68,4 +69,4 @@ SETUP: Final[dict[str, dict[str, Any]]] = {
 
 def under_test(system: str, **changes: Any) -> SystemUnderTest:
     """Sets a system up as it is tested, except for what is changed."""
-    return SystemUnderTest.model_validate({"system": canonical_name(system)} | SETUP.get(system, {}) | changes)
+    return SystemUnderTest.model_validate({"system": absolute(system)} | SETUP.get(system, {}) | changes)

@@ -9,20 +9,17 @@ imported, and its class says the same in its attributes.
 from __future__ import annotations
 
 import inspect
-import os
-import sys
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module, metadata, util
-from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import Any, Final
 
 from pydantic import BaseModel
 
-from capricorn.errors import CapricornError, ConfigError, unknown_name
+from capricorn.config.own_code import installed, is_own, load_own
+from capricorn.errors import ConfigError, unknown_name
 from capricorn.systems.interface import CheckpointSystem, Kind
 
 PROJECT: Final = "capricorn-bench"
@@ -137,6 +134,10 @@ SYSTEMS: Final[dict[str, SystemEntry]] = {entry.name: entry for entry in _BUILT_
 """The built-in systems by name."""
 
 
+_found: Final[dict[str, SystemEntry]] = {}
+"""Systems from outside that somebody has named in this process."""
+
+
 def known() -> dict[str, SystemEntry]:
     """Returns the systems that have a name here: the built-in ones, and those that other distributions install.
 
@@ -155,19 +156,16 @@ def find(name: str) -> SystemEntry:
     if name in SYSTEMS:
         return SYSTEMS[name]
     points = _entry_points()
-    if name in points:
-        return _describe(name, _load(name, points[name].value), points[name].value)
-    if ":" not in name:
+    if name not in points and not is_own(name):
         raise unknown_name("system", name, [*SYSTEMS, *points])
-    return _describe(name, _load(name, name), name)
+    target = points[name].value if name in points else name
+    _found[name] = _describe(name, _load(name, target), target)
+    return _found[name]
 
 
 def recorded(name: str) -> SystemEntry | None:
-    """Returns the facts of a system that a record names; None if it is not to be had here any more."""
-    try:
-        return find(name)
-    except ConfigError:
-        return None
+    """Returns the facts of a system that a record names, if they are known already: a record runs no code."""
+    return SYSTEMS.get(name) or _found.get(name)
 
 
 def check_system(name: str) -> None:
@@ -188,12 +186,6 @@ def load_system(name: str) -> type[CheckpointSystem]:
     return _load(name, entry.target)
 
 
-def canonical_name(name: str) -> str:
-    """Returns the name as it means the same in every folder: a file by its absolute path."""
-    path, colon, attribute = name.rpartition(":")
-    return f"{Path(path).absolute()}:{attribute}" if colon and path.endswith(".py") else name
-
-
 def short_name(name: str) -> str:
     """Returns what a system is called in names of runs, tables and figures: `Raw` of `folder/raw.py:Raw`."""
     return name.rpartition(":")[2]
@@ -209,7 +201,7 @@ def _installed() -> Iterator[tuple[str, SystemEntry]]:
 
 @cache
 def _entry_points() -> dict[str, metadata.EntryPoint]:
-    return {point.name: point for point in metadata.entry_points(group=ENTRY_POINTS) if point.name not in SYSTEMS}
+    return {name: point for name, point in installed(ENTRY_POINTS).items() if name not in SYSTEMS}
 
 
 def _describe(name: str, system: type[CheckpointSystem], target: str) -> SystemEntry:
@@ -234,65 +226,17 @@ def _load(name: str, target: str) -> type[CheckpointSystem]:
     Raises:
         ConfigError: it is not.
     """
-    where, _, attribute = target.rpartition(":")
-    try:
-        module = _import_file(Path(where)) if where.endswith(".py") else _import_module(where)
-    except CapricornError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"system {name}: {where} does not import: {type(error).__name__}: {error}") from error
-    loaded = getattr(module, attribute, None)
-    if loaded is None:
-        own = (value for value in vars(module).values() if _is_system(value) and value.__module__ == module.__name__)
-        has = ", ".join(each.__name__ for each in own) or "no system"
-        raise ConfigError(f"system {name}: {where} has no {attribute!r}; it has {has}")
+    loaded = load_own(target, _is_system)
     if not _is_system(loaded):
-        raise ConfigError(f"system {name}: {attribute} is no subclass of capricorn.CheckpointSystem")
+        raise ConfigError(f"system {name}: {target.rpartition(':')[2]} is no subclass of capricorn.CheckpointSystem")
     if missing := sorted(getattr(loaded, "__abstractmethods__", ())):
-        raise ConfigError(f"system {name}: {attribute} does not define {', '.join(missing)}")
+        raise ConfigError(f"system {name}: {loaded.__name__} does not define {', '.join(missing)}")
     checked: type[CheckpointSystem] = loaded
     return checked
 
 
 def _is_system(value: object) -> bool:
     return isinstance(value, type) and issubclass(value, CheckpointSystem) and value is not CheckpointSystem
-
-
-def _import_module(name: str) -> ModuleType:
-    """Imports a module, also one in the folder that the command was started in."""
-    if not name:
-        raise ConfigError("a system of one's own is PACKAGE.MODULE:CLASS or FILE.py:CLASS")
-    _search(Path.cwd())
-    return import_module(name)
-
-
-def _search(folder: Path) -> None:
-    """Lets imports look in a folder, after all others."""
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
-
-
-def _import_file(path: Path) -> ModuleType:
-    """Imports a file under a name of its own; it can import what stands beside it, or where the command was started."""
-    path = path.absolute()
-    if not path.is_file():
-        raise ConfigError(f"there is no file {path}; a system of one's own is FILE.py:CLASS")
-    name = f"capricorn_own_{path.stem}_{zlib.crc32(os.fsencode(path)):08x}"
-    before = sys.modules.get(name)
-    if before is not None and before.__file__ == str(path):
-        return before
-    spec = util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    _search(path.parent)
-    _search(Path.cwd())
-    module = sys.modules[name] = util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
 
 
 def _attribute(target: str) -> Any:

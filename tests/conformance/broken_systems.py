@@ -84,7 +84,7 @@ class KeepsAll(OwnFiles):
     def after_update(self, iteration: int) -> None:
         kept = self.file(iteration - 2, self.job.rank)
         if kept.exists():
-            kept.rename(kept.with_name(f"kept-{kept.name}"))
+            kept.rename(kept.with_name("kept" + kept.name.replace("-", ".")))
         super().after_update(iteration)
 
 

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from capricorn.baselines.file_checkpoints import FileCheckpoints
 
+from capricorn.config.own_code import absolute
 from capricorn.errors import ConfigError
 from capricorn.runtime.replicating_system import ReplicatingSystem
 from capricorn.systems import registry
-from capricorn.systems.registry import SYSTEMS, canonical_name, find, known, load_system, short_name
+from capricorn.systems.registry import SYSTEMS, find, known, load_system, short_name
 
 INSTALLED = [name for name, entry in SYSTEMS.items() if entry.is_installed]
 
@@ -112,14 +113,14 @@ def test_an_installed_system_has_a_name_of_its_own(own: Path, monkeypatch: pytes
         metadata.EntryPoint("broken", "nowhere:Filing", registry.ENTRY_POINTS),
         metadata.EntryPoint("capricorn", "own:Filing", registry.ENTRY_POINTS),
     ]
-    monkeypatch.setattr(registry.metadata, "entry_points", lambda group: points)
+    monkeypatch.setattr(registry, "installed", lambda group: {point.name: point for point in points})
     registry._entry_points.cache_clear()
     registry.find.cache_clear()
     try:
         assert find("filing").target == "own:Filing"
         assert find("capricorn") is SYSTEMS["capricorn"], "a built-in name cannot be taken"
         assert known().keys() - SYSTEMS.keys() == {"filing"}, "what does not import is left out of lists"
-        with pytest.raises(ConfigError, match="system broken: nowhere does not import: ModuleNotFoundError"):
+        with pytest.raises(ConfigError, match="cannot load 'nowhere:Filing': ModuleNotFoundError"):
             find("broken")
         with pytest.raises(ConfigError, match="did you mean 'filing'"):
             find("filling")
@@ -131,12 +132,12 @@ def test_an_installed_system_has_a_name_of_its_own(own: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("spelled", "message"),
     [
-        ("gone.py:Filing", "there is no file .*gone.py"),
-        ("own.py:Fileing", "has no 'Fileing'; it has Filing, Replicating, Half"),
+        ("gone.py:Filing", "cannot load 'gone.py:Filing': FileNotFoundError: .*gone.py"),
+        ("own.py:Fileing", "has no 'Fileing'; it has .*Filing, Replicating, Half"),
         ("own.py:Other", "Other is no subclass of capricorn.CheckpointSystem"),
         ("own.py:Half", "Half does not define attach, close, drain, latest_complete, restore"),
-        ("no_such_package.x:Filing", "no_such_package.x does not import: ModuleNotFoundError"),
-        (":Filing", "PACKAGE.MODULE:CLASS or FILE.py:CLASS"),
+        ("no_such_package.x:Filing", "cannot load 'no_such_package.x:Filing': ModuleNotFoundError"),
+        (":Filing", "write PACKAGE.MODULE:NAME or FILE.py:NAME"),
     ],
 )
 def test_a_wrong_name_is_one_line_that_says_what_to_write(
@@ -152,7 +153,7 @@ def test_a_file_with_an_error_is_named_with_it(tmp_path: Path) -> None:
     file = tmp_path / "wrong.py"
     file.write_text("import capricorn\n1 / 0\n")
     for _ in range(2):
-        with pytest.raises(ConfigError, match="does not import: ZeroDivisionError"):
+        with pytest.raises(ConfigError, match="ZeroDivisionError"):
             find(f"{file}:X")
 
 
@@ -176,9 +177,9 @@ def test_settings_of_a_system_that_writes_files_say_where(tmp_path: Path) -> Non
 
 def test_a_file_means_the_same_in_every_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    assert canonical_name("a/own.py:Filing") == f"{tmp_path}/a/own.py:Filing"
-    assert canonical_name("capricorn") == "capricorn"
-    assert canonical_name("mine.systems:Filing") == "mine.systems:Filing"
+    assert absolute("a/own.py:Filing") == f"{tmp_path}/a/own.py:Filing"
+    assert absolute("capricorn") == "capricorn"
+    assert absolute("mine.systems:Filing") == "mine.systems:Filing"
     assert [short_name(name) for name in ("capricorn", "mine.systems:Filing", "/a/own.py:Filing")] == [
         "capricorn", "Filing", "Filing",
     ]  # fmt: skip
