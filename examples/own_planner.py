@@ -23,8 +23,7 @@ class RefillPlanner(StreamPlanner):
 
     def __init__(self, options: RefillOptions, rank: int, shard_bytes: int, num_replicas: int) -> None:
         super().__init__(shard_bytes, num_replicas, 64 * 1024)
-        self._options, self._rank, self._size = options, rank, (shard_bytes, num_replicas)
-        self._spans_s: Sequence[float] = ()
+        self._options, self._rank, self._size, self._spans_s = options, rank, (shard_bytes, num_replicas), ()
 
     def wants_profile(self, iteration: int) -> bool:
         return iteration % self._options.interval == 1
@@ -34,8 +33,8 @@ class RefillPlanner(StreamPlanner):
 
     def plan(self, iteration: int, link: LinkModel | None) -> Plan:
         if link is not None and self._spans_s:
-            sizes = {"buffer_bytes": 2**20, "num_buffers": 4, "mu": self._options.fill}
-            self._plan = partition(self._spans_s, link, *self._size, **sizes)
+            buffers = {"buffer_bytes": 2**20, "num_buffers": 4}
+            self._plan = partition(self._spans_s, link, *self._size, **buffers, mu=self._options.fill)
         return self._plan
 
     def limit(self, span: int) -> Limit:
