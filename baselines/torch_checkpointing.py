@@ -97,10 +97,13 @@ class _Manager(Library):
             daemon.processes[0].kill()
 
     def close(self) -> None:
-        manager, self._manager = self._manager, None
-        if manager is not None:
+        if self._manager is not None:
+            process = self._process
+            manager, self._manager = self._manager, None
             manager._write_future = None  # whether it failed has been told
             manager.close()
+            if process._parent_end is not None:
+                process._parent_end.close()  # which the library leaves open
             end_sharing(END_S)
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from traceback import StackSummary
 from typing import Any
@@ -21,6 +22,7 @@ from capricorn.conformance.under_test import SystemUnderTest, under_test
 from capricorn.emulation.storage import Storage
 from capricorn.errors import CapricornError, StoreError
 from capricorn.runtime.save.flat_state import FlatState
+from capricorn.systems.settings import FileSettings
 from tests.support.conformance import attempt
 from tests.support.peers import job_of
 
@@ -97,7 +99,7 @@ def test_by_default_a_folder_is_whole_once_every_rank_has_written_and_as_long_as
 ) -> None:
     folder = tmp_path / "iteration-00000001"
     first, half, second = (
-        library(job_of(rank, 2, tmp_path), FlatState({}))
+        library(replace(job_of(rank, 2, tmp_path), settings=FileSettings()), FlatState({}))
         for library, rank in ((OneFile, 0), (HalfAFile, 1), (OneFile, 1))
     )
     assert not first.is_whole(folder, 2)

@@ -353,7 +353,7 @@ def fake_launch(best: float) -> Any:
     """A sweep in which iterations are the shorter the nearer their factor is to `best`."""
 
     def launch(swept: Scenario, out: Path, listener: RunListener) -> Path:
-        assert swept.gemini.mu == "sweep"
+        assert settings_of(swept).mu == "sweep"
         folder = out / "sweep"
         folder.mkdir()
         for iteration in range(1, swept.train.iterations + 1):
