@@ -53,8 +53,8 @@ from capricorn.errors import CapricornError, ConfigError, NoCompleteCheckpointEr
 from capricorn.hooks import OpKey
 from capricorn.runtime.comm.collectives import barrier, gather_layouts, maximum
 from capricorn.runtime.commit_tracker import CommitTracker
-from capricorn.runtime.save.flat_state import FlatState
 from capricorn.runtime.store.slot import Layout
+from capricorn.systems.flat_state import FlatState
 from capricorn.systems.interface import CheckpointSystem, ChunkEvent, Counters, JobContext, RestoreReport
 from capricorn.systems.settings import FileSettings
 from capricorn.units import Bytes, Seconds, format_seconds

@@ -14,10 +14,10 @@ from capricorn.planner.gemini_planner import AUTO, GeminiPlanner, GeminiSettings
 from capricorn.planner.plan import Planner
 from capricorn.planner.profile import COMMUNICATION
 from capricorn.runtime.replicating_system import ReplicatingSystem
-from capricorn.runtime.save.flat_state import FlatState
 from capricorn.runtime.save.live_source import CutStager, LiveSource
 from capricorn.runtime.save.staging import Stager
 from capricorn.runtime.store.slot import Layout
+from capricorn.systems.flat_state import FlatState
 from capricorn.systems.interface import JobContext
 from capricorn.units import Bytes, Seconds
 

@@ -36,7 +36,7 @@ from capricorn.hooks import OpKey
 from capricorn.runtime.comm.collectives import gather, gather_texts, maximum
 from capricorn.runtime.commit_tracker import CommitTracker
 from capricorn.runtime.recovery import Survivors, newest_common
-from capricorn.runtime.save.flat_state import FlatState
+from capricorn.systems.flat_state import FlatState
 from capricorn.systems.interface import CheckpointSystem, ChunkEvent, Counters, JobContext, RestoreReport
 from capricorn.units import Bytes, Seconds
 

@@ -9,7 +9,7 @@ from capricorn.systems.interface import CheckpointSystem, JobContext, RestoreRep
 from capricorn.units import Seconds
 
 if TYPE_CHECKING:
-    from capricorn.runtime.save.flat_state import FlatState
+    from capricorn.systems.flat_state import FlatState
 
 
 class NoCheckpoint(CheckpointSystem):

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 
 from capricorn.emulation.storage import Storage
 from capricorn.errors import StoreError
-from capricorn.runtime.save.flat_state import FlatState
+from capricorn.systems.flat_state import FlatState
 from capricorn.systems.interface import JobContext
 from capricorn.units import Seconds
 

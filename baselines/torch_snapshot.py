@@ -31,7 +31,7 @@ from torchsnapshot.storage_plugins.fs import FSStoragePlugin
 
 from capricorn.emulation.storage import Storage
 from capricorn.errors import ConfigError
-from capricorn.runtime.save.flat_state import FlatState
+from capricorn.systems.flat_state import FlatState
 from capricorn.systems.interface import JobContext
 from capricorn.units import Bytes, Seconds
 

@@ -8,9 +8,9 @@ from tempfile import TemporaryDirectory
 import torch
 
 from benchmarks.timing import interleaved, ratio
-from capricorn.runtime.save.flat_state import FlatState
 from capricorn.runtime.save.staging import CpuStager, payload_of
 from capricorn.runtime.store.slot import Layout, Slot, checksum
+from capricorn.systems.flat_state import FlatState
 from capricorn.units import MIB
 
 SHARD_BYTES = 90 * MIB

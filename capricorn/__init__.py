@@ -39,7 +39,7 @@ _PUBLIC = {
     "JobContext": "capricorn.systems.interface",
     "RestoreReport": "capricorn.systems.interface",
     "load_system": "capricorn.systems.registry",
-    "FlatState": "capricorn.runtime.save.flat_state",
+    "FlatState": "capricorn.systems.flat_state",
     "join_job": "capricorn.runtime.torchrun_job",
 }
 

@@ -8,15 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from capricorn.config.own_code import absolute, installed, is_own, load_own
 from capricorn.errors import ConfigError, unknown_name
 from capricorn.units import Seconds
-
-if TYPE_CHECKING:
-    from capricorn.config.fault_spec import FaultSpec
-    from capricorn.faults.context import FaultContext, RevertContext
 
 GROUP: Final = "capricorn_bench.faults"
 """Entry points of this group are kinds of faults."""
@@ -64,10 +60,11 @@ class FaultKind:
     """Whether it damages what lies on the persistent tier, or leaves nothing else."""
     outlives_run: bool = False
     """Whether what it has done would stay after the run, and so is reverted at its end."""
-    inject: Callable[[FaultSpec, FaultContext], None] | None = None
-    """Makes it happen, on the rank that acts; None for a built-in kind."""
-    revert: Callable[[FaultSpec, RevertContext], None] | None = None
-    """Takes it back, in the launcher: after `seconds`, with a new node, or at the end if it outlives the run."""
+    inject: Callable[[Any, Any], None] | None = None
+    """Makes it happen, on the rank that acts, by `FaultSpec` and `FaultContext`; None for a built-in kind."""
+    revert: Callable[[Any, Any], None] | None = None
+    """Takes it back, in the launcher, by `FaultSpec` and `RevertContext`: after `seconds`, with a new node, or at the
+    end if it outlives the run."""
 
     @property
     def defaults(self) -> dict[str, object]:

@@ -20,8 +20,8 @@ from capricorn.emulation.route import Links
 from capricorn.emulation.storage import Storage
 from capricorn.errors import NoCompleteCheckpointError
 from capricorn.hooks import NO_LAYER, Direction, OpKey, OpKind
-from capricorn.runtime.save.flat_state import FlatState
 from capricorn.runtime.store.node_store import NodeStore
+from capricorn.systems.flat_state import FlatState
 from capricorn.systems.interface import JobContext
 from capricorn.systems.registry import load_system
 from capricorn.topology import Topology

@@ -52,21 +52,7 @@ class SystemUnderTest(FrozenModel):
         return short_name(self.system)
 
 
-_GEMINI: Final = {"profile_iterations": 2, "mu": 0.8}
-SETUP: Final[dict[str, dict[str, Any]]] = {
-    # Twenty iterations of profiling are longer than the test, and `auto` is found by trial runs before the job.
-    "gemini": {"options": _GEMINI},
-    "gemini-staged": {"options": _GEMINI},
-    "lm-resiliency": {"has_links": False},
-    # Its own limit is 128 MiB. What is larger is not copied together but written as it is.
-    "torchsnapshot": {
-        "without": ("odd_bfloat16", "float8"),
-        "environment": {"TORCHSNAPSHOT_SLAB_SIZE_THRESHOLD_BYTES_OVERRIDE": "1000000"},
-    },
-}
-"""By built-in system: what differs from the defaults, so that a test of a minute reaches what is to be tested."""
-
-
 def under_test(system: str, **changes: Any) -> SystemUnderTest:
     """Sets a system up as it is tested, except for what is changed."""
-    return SystemUnderTest.model_validate({"system": absolute(system)} | SETUP.get(system, {}) | changes)
+    name = absolute(system)
+    return SystemUnderTest.model_validate({"system": name} | dict(find(name).toy) | changes)

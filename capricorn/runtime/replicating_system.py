@@ -26,7 +26,6 @@ from capricorn.runtime.persist.persister import Persister
 from capricorn.runtime.persist.restore import PersistentTier
 from capricorn.runtime.recovery import Recovery
 from capricorn.runtime.save.executor import Executor
-from capricorn.runtime.save.flat_state import FlatState
 from capricorn.runtime.save.live_source import LiveSource
 from capricorn.runtime.save.save import ReplicatedSave
 from capricorn.runtime.save.staging import Stager, make_stager, payload_of
@@ -34,6 +33,7 @@ from capricorn.runtime.schedule.gate import Gate
 from capricorn.runtime.schedule.scheduler import make_scheduler
 from capricorn.runtime.store.node_store import NodeStore
 from capricorn.runtime.store.slot import Layout
+from capricorn.systems.flat_state import FlatState
 from capricorn.systems.interface import (
     CheckpointSystem,
     ChunkEvent,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-    from capricorn.runtime.save.flat_state import FlatState
+    from capricorn.systems.flat_state import FlatState
 
 Kind: TypeAlias = Literal["replicates", "files", "nothing", "own"]
 """What a system does with a state: replicates it through the memory store of the shared runtime, writes it to files,

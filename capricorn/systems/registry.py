@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module, metadata, util
 from types import MappingProxyType
@@ -64,6 +64,8 @@ class SystemEntry:
     """The extra of the distribution that brings `needs`."""
     needs: str = ""
     """A module that is there only if the extra is installed."""
+    toy: Mapping[str, Any] = field(default_factory=dict)
+    """How it is set up in the toy job of `check-system`, where that differs from the defaults."""
 
     @property
     def label(self) -> str:
@@ -99,7 +101,10 @@ def _entry(name: str, target: str, what: str, kind: Kind, **facts: Any) -> Syste
     return SystemEntry(name, f"capricorn.{target}", what, kind, **(defaults | facts))
 
 
-_GEMINI: Final = {"profiles_first": True, "tunes": "mu"}
+# Twenty iterations of profiling are longer than the toy job, and `auto` is found by trial runs before a job.
+_GEMINI: Final = {"profiles_first": True, "tunes": "mu", "toy": {"options": {"profile_iterations": 2, "mu": 0.8}}}
+# Its own limit is 128 MiB. What is larger is not copied together but written as it is.
+_SLABS: Final = {"TORCHSNAPSHOT_SLAB_SIZE_THRESHOLD_BYTES_OVERRIDE": "1000000"}
 _FILES: Final = {"settings": "capricorn.systems.settings:FileSettings"}
 _DCP: Final = {"settings": "capricorn.baselines.file_settings:DcpSettings"}
 
@@ -114,10 +119,12 @@ _BUILT_IN: Final = (
            "replicates", settings="capricorn.planner.gemini_planner:GeminiStagedSettings", colour="#cc79a7", **_GEMINI),
     _entry("lm-resiliency", "baselines.lm_resiliency:LmResiliency",
            "lm-resiliency, by Gemini's first author: copied after the update, then exchanged with a peer", "own",
-           survives=frozenset({"kill", "node-loss"}), colour="#999933", needs="lm_resiliency", extra="peers"),
+           survives=frozenset({"kill", "node-loss"}), colour="#999933", needs="lm_resiliency", extra="peers",
+           toy={"has_links": False}),
     _entry("torchsnapshot", "baselines.torch_snapshot:TorchSnapshot",
            "TorchSnapshot 0.1.0: staged, then written beside", "files",
-           settings="capricorn.baselines.file_settings:TorchSnapshotSettings", colour="#009e73"),
+           settings="capricorn.baselines.file_settings:TorchSnapshotSettings", colour="#009e73",
+           toy={"without": ("odd_bfloat16", "float8"), "environment": _SLABS}),
     _entry("dcp-async", "baselines.torch_dcp:DcpAsync", "torch.distributed.checkpoint, written beside training",
            "files", colour="#56b4e9", **_DCP),
     _entry("dcp", "baselines.torch_dcp:Dcp", "torch.distributed.checkpoint, while training waits", "files",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from capricorn.runtime.save.flat_state import FlatState, Values
+from capricorn.systems.flat_state import FlatState, Values
 from capricorn.trainer.data import Batches
 from capricorn.trainer.optimizer import Optimizer
 

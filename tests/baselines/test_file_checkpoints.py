@@ -21,7 +21,7 @@ from capricorn.conformance.toy_job import NUM_RANKS, ToyRank, make_folder
 from capricorn.conformance.under_test import SystemUnderTest, under_test
 from capricorn.emulation.storage import Storage
 from capricorn.errors import CapricornError, StoreError
-from capricorn.runtime.save.flat_state import FlatState
+from capricorn.systems.flat_state import FlatState
 from capricorn.systems.settings import FileSettings
 from tests.support.conformance import attempt
 from tests.support.peers import job_of

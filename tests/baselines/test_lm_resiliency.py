@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from capricorn.errors import ConfigError, NoCompleteCheckpointError
-from capricorn.runtime.save.flat_state import FlatState
+from capricorn.systems.flat_state import FlatState
 from capricorn.systems.interface import PacedRoute
 from capricorn.systems.registry import load_system
 from tests.support.peers import Toy, job_of, left_files, left_over

@@ -10,7 +10,7 @@ import pytest
 from capricorn.conformance.evidence import Evidence
 from capricorn.conformance.rank_functions import restore_only
 from capricorn.conformance.rules import RULES, choose
-from capricorn.conformance.under_test import SETUP, under_test
+from capricorn.conformance.under_test import under_test
 from capricorn.errors import CapricornError, ConfigError
 from capricorn.systems.registry import SYSTEMS, find
 from tests.support.conformance import server
@@ -54,8 +54,11 @@ def test_rules_are_chosen_in_their_order_and_an_unknown_one_is_named() -> None:
         choose(["isolatoin"])
 
 
-def test_setups_are_of_systems_that_exist() -> None:
-    assert SETUP.keys() <= SYSTEMS.keys()
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_how_a_system_is_set_up_for_the_toy_job_fits_its_settings(name: str) -> None:
+    subject = under_test(name)
+    settings = subject.settings()
+    assert {key: getattr(settings, key) for key in subject.options} == subject.options
 
 
 @pytest.mark.parametrize("name", ["no.such.module:System", "no/such/file.py:System", "capricorn.units:System"])

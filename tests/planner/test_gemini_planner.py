@@ -33,10 +33,10 @@ from capricorn.planner.gemini_planner import (
 from capricorn.planner.link_model import LinkModel
 from capricorn.planner.plan import Plan
 from capricorn.records.samples import append
-from capricorn.runtime.save.flat_state import FlatState
 from capricorn.runtime.save.live_source import CutStager, LiveSource
 from capricorn.runtime.save.staging import CpuStager
 from capricorn.runtime.store.slot import Layout, Slot, checksum
+from capricorn.systems.flat_state import FlatState
 from capricorn.systems.settings import settings_of, with_options
 from tests.planner.test_profile import profile
 from tests.runtime.test_planned_system import Training

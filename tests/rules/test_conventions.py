@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from tests.support.processes import children_of, command_of, commands
+from tests.support.runs import polls
 from tests.support.sources import ROOT, imports, show, sources
 
 TORCHRUN = {
@@ -161,6 +162,9 @@ def test_tests_ask_processes_what_they_are_by_helpers_that_expect_them_to_end() 
 def test_a_process_that_has_ended_has_no_command_whether_or_not_somebody_has_waited_for_it() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         process = psutil.Process(child.pid)
+        for _ in polls(20.0):
+            if "input()" in command_of(process):  # not before it has become another program
+                break
         assert "input()" in command_of(process)
         assert process in children_of(os.getpid())
         child.kill()

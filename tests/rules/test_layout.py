@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from capricorn.systems.registry import SYSTEMS
 from tests.support.sources import FOLDERS, ROOT, external, imports, module_name, room_of, show, sources
 
 LAYERS = (
@@ -19,7 +20,8 @@ LAYERS = (
     {"hooks", "topology", "process"},
     {"config"},
     {"records"},
-    {"sizing", "planner", "systems", "emulation"},
+    {"planner", "systems", "emulation"},
+    {"sizing"},
     {"runtime"},
     {"loads", "trainer", "faults", "stats"},
     {"launch"},
@@ -31,10 +33,19 @@ LAYERS = (
 LAYER_OF = {room: number for number, layer in enumerate(LAYERS) for room in layer}
 VOCABULARY = LAYERS[0] | LAYERS[1]
 TORCH_FREE = {*VOCABULARY, "config", "records", "sizing", "planner", "systems", "simulate", "stats", "cli", "capricorn"}
+OF_RANKS = {"capricorn.systems.flat_state"}
+"""What only ranks import, in rooms that the command imports."""
 PANDAS_USERS = {"compare", "report"}
 ENTRY = "capricorn.__main__"
 """`python -m capricorn`, which is the command: the one module at the root that looks up."""
 
+NO_SYSTEMS = {
+    "capricorn.systems.registry": "the one table of them",
+    "capricorn.launch.preflight": "names of distributions, whose versions a record has",
+    "capricorn.config.scenario": "sections of records of version 0.1",
+    "capricorn.simulate.policy": "names of bounds that a replay is compared with",
+}
+"""Modules in which such words do not list systems, and why."""
 MAX_MODULES = 20
 MANY_LINES = 400
 """A file this long is looked at: is it one concept? If so, it gets a line below."""
@@ -50,11 +61,11 @@ def files() -> dict[str, Path]:
     return {module_name(path): path for path in sources()}
 
 
-def arrows(*, functions: bool = True) -> Iterator[tuple[Path, int, str, str]]:
-    """Path, line, importing and imported module of each import of our own."""
+def arrows() -> Iterator[tuple[Path, int, str, str]]:
+    """Path, line, importing and imported module of each import of our own, also of those for type checkers alone."""
     known = files()
     for path, tree in sources().items():
-        for line, name in imports(path, tree, functions=functions):
+        for line, name in imports(path, tree, types=True):
             target = name if name in known else name.rpartition(".")[0]
             if target in known and target not in ("capricorn", module_name(path)):
                 yield path, line, module_name(path), target
@@ -114,6 +125,30 @@ def is_class(node: ast.stmt) -> bool:
     return isinstance(node, ast.ClassDef)
 
 
+@pytest.mark.parametrize(
+    "code", ["A = {'gemini', 'capricorn'}", "A = {'none': 1, 'dcp': 2}", "f(('dcp', 'dcp-async'))"]
+)
+def test_a_second_list_of_systems_is_found(code: str) -> None:
+    assert any(len(systems_in(node)) > 1 for node in ast.walk(ast.parse(code)))
+
+
+def test_facts_about_systems_stand_in_the_registry_alone() -> None:
+    wrong = [
+        show(path, node.lineno, f"a list of {', '.join(names)}")
+        for path, tree in sources().items()
+        if module_name(path) not in NO_SYSTEMS
+        for node in ast.walk(tree)
+        if len(names := systems_in(node)) > 1
+    ]
+    assert not wrong, "make it a field of SystemEntry:\n" + "\n".join(wrong)
+
+
+def systems_in(node: ast.AST) -> list[str]:
+    """The systems that a list, a set or the keys of a table name."""
+    values = node.keys if isinstance(node, ast.Dict) else getattr(node, "elts", [])
+    return [value.value for value in values if isinstance(value, ast.Constant) and value.value in SYSTEMS]
+
+
 def test_pandas_and_matplotlib_are_for_comparisons_and_reports() -> None:
     wrong = [
         show(path, line, name)
@@ -128,7 +163,9 @@ def test_what_the_command_starts_with_imports_no_torch() -> None:
     wrong = [
         show(path, line, name)
         for path, line, name in external(functions=False)
-        if name in ("torch", "fairscale", "torchsnapshot") and room_of(module_name(path)) in TORCH_FREE
+        if name in ("torch", "fairscale", "torchsnapshot")
+        and room_of(module_name(path)) in TORCH_FREE
+        and module_name(path) not in OF_RANKS
     ]
     assert not wrong, "\n".join(wrong)
 

@@ -18,12 +18,12 @@ from capricorn.runtime.comm.handshake import Identity
 from capricorn.runtime.comm.replica_link import ReplicaLink, Source
 from capricorn.runtime.comm.replica_server import ReplicaServer
 from capricorn.runtime.save.executor import Executor
-from capricorn.runtime.save.flat_state import FlatState
 from capricorn.runtime.save.live_source import LiveSource
 from capricorn.runtime.save.staging import CpuStager
 from capricorn.runtime.schedule.gate import Gate
 from capricorn.runtime.store.node_store import NodeStore
 from capricorn.runtime.store.slot import Layout
+from capricorn.systems.flat_state import FlatState
 from capricorn.topology import Topology
 
 ME = Identity("run", 0, b"secret")

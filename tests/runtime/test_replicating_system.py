@@ -18,9 +18,9 @@ from capricorn.hooks import OpKey
 from capricorn.runtime.comm.replica_link import ReplicaLink
 from capricorn.runtime.recovery import newest_common
 from capricorn.runtime.replicating_system import ReplicatingSystem
-from capricorn.runtime.save.flat_state import FlatState
 from capricorn.runtime.store.node_store import NodeStore
 from capricorn.runtime.store.slot import Slot
+from capricorn.systems.flat_state import FlatState
 from capricorn.systems.interface import JobContext
 from capricorn.topology import Topology
 from tests.support.spawn import run_ranks

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from capricorn.config.scenario import SystemConfig
 from capricorn.errors import CapricornError
 from capricorn.hooks import NO_LAYER, OpKey
-from capricorn.runtime.save.flat_state import FlatState
+from capricorn.systems.flat_state import FlatState
 from capricorn.systems.interface import JobContext
 from capricorn.systems.registry import load_system
 from capricorn.topology import Topology

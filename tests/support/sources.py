@@ -33,23 +33,23 @@ def is_type_checking(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 
 
-def walk(node: ast.AST, *, functions: bool = True) -> Iterator[ast.AST]:
-    """All nodes that run, with or without those inside functions."""
+def walk(node: ast.AST, *, functions: bool = True, types: bool = False) -> Iterator[ast.AST]:
+    """All nodes that run, with or without those inside functions, and those for type checkers too if asked for."""
     for child in ast.iter_child_nodes(node):
-        if is_type_checking(child):
+        if is_type_checking(child) and not types:
             continue
         if not functions and isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             continue
         yield child
-        yield from walk(child, functions=functions)
+        yield from walk(child, functions=functions, types=types)
 
 
-def imports(path: Path, tree: ast.Module, *, functions: bool = True) -> Iterator[tuple[int, str]]:
+def imports(path: Path, tree: ast.Module, *, functions: bool = True, types: bool = False) -> Iterator[tuple[int, str]]:
     """Line and absolute name of each import; `from a import b` is `a.b`."""
     package = module_name(path).split(".")
     if path.name != "__init__.py":
         package.pop()
-    for node in walk(tree, functions=functions):
+    for node in walk(tree, functions=functions, types=types):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

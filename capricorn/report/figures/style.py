@@ -33,14 +33,6 @@ PNG_DPI = 200
 LABEL_CHARS = 26
 """Most characters of a system's name on a line."""
 
-COLOURS = {
-    "none": "#7d8590", "capricorn": "#0072b2", "blocking": "#d55e00", "gemini": "#e69f00", "gemini-staged": "#cc79a7",
-    "torchsnapshot": "#009e73", "dcp-async": "#56b4e9", "torch-save": "#882255", "lm-resiliency": "#999933",
-    "dcp": "#8073c4",
-}  # fmt: skip
-"""Colours by system. Source: Okabe & Ito, "Color universal design" (2008); torch-save, lm-resiliency and those below by
-Tol, "Colour schemes" (2021).
-"""
 SPARE = ("#44aa99", "#aa4499", "#ddcc77", "#117733")
 """Colours of systems that have none of their own."""
 

@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from capricorn.errors import ConfigError, StoreError
 from capricorn.runtime.persist.layout import VALUE, Manifest, Stored, damage_of, hash_of, key_of
-from capricorn.runtime.save.flat_state import StateEntry, flat_bytes
 from capricorn.runtime.save.staging import payload_of
 from capricorn.runtime.store.slot import Slot, checksum
+from capricorn.systems.flat_state import StateEntry, flat_bytes
 
 FLAT: Final = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
 """Settings of the library's planners: our tensors are named and whole already."""

@@ -13,8 +13,8 @@ from capricorn.errors import ConfigError, StoreError
 from capricorn.runtime.comm.collectives import gather_texts, maximum, total
 from capricorn.runtime.persist.layout import Manifest, folder_of, iterations_in
 from capricorn.runtime.persist.load import load_into, num_lasting, select
-from capricorn.runtime.save.flat_state import StateEntry
 from capricorn.runtime.store.node_store import NodeStore
+from capricorn.systems.flat_state import StateEntry
 from capricorn.systems.interface import JobContext
 
 _TEXT_BYTES: Final = 1024

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from capricorn.runtime.save.flat_state import FlatState, Run, flat_bytes
 from capricorn.runtime.save.staging import Stager
 from capricorn.runtime.store.slot import Layout, Slot, checksum
+from capricorn.systems.flat_state import FlatState, Run, flat_bytes
 from capricorn.units import Bytes, Seconds
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from capricorn.errors import StoreError
-from capricorn.runtime.save.flat_state import FlatState
 from capricorn.runtime.store.slot import Slot
+from capricorn.systems.flat_state import FlatState
 
 
 class Stager(Protocol):

@@ -60,7 +60,7 @@ class Run:
 class FlatState:
     """The state of a rank: live tensors, which change only in the update, and small values, which change at any time.
 
-    Implements `ShardState`. The layout depends only on the order, names, dtypes and shapes given.
+    The layout depends only on the order, names, dtypes and shapes given.
     """
 
     def __init__(

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from capricorn.errors import ConfigError
-from capricorn.runtime.save.flat_state import ALIGNMENT, FlatState
 from capricorn.runtime.save.staging import CpuStager, payload_of
 from capricorn.runtime.store.slot import Layout, Slot, checksum
+from capricorn.systems.flat_state import ALIGNMENT, FlatState
 
 DTYPES = [
     torch.float32,
