@@ -10,7 +10,7 @@ import pytest
 from capricorn.conformance.evidence import Evidence
 from capricorn.conformance.rank_functions import restore_only
 from capricorn.conformance.rules import RULES, choose
-from capricorn.conformance.under_test import under_test
+from capricorn.conformance.under_test import SystemUnderTest, under_test
 from capricorn.errors import CapricornError, ConfigError
 from capricorn.systems.registry import SYSTEMS, find
 from tests.support.conformance import server
@@ -69,4 +69,4 @@ def test_a_system_that_is_not_there_is_the_users_mistake(name: str) -> None:
 
 def test_a_system_that_the_ranks_cannot_load_is_an_error_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(CapricornError, match=r"system no\.such:System cannot be loaded: ConfigError"):
-        server().run(restore_only, tmp_path, under_test("no.such:System"))
+        server().run(restore_only, tmp_path, SystemUnderTest(system="no.such:System"))
