@@ -9,6 +9,7 @@ imported, and its class says the same in its attributes.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -141,6 +142,8 @@ SYSTEMS: Final[dict[str, SystemEntry]] = {entry.name: entry for entry in _BUILT_
 """The built-in systems by name."""
 
 
+_HANDLERS: Final = "torch.distributed.elastic.rendezvous.registry"
+"""The logger of the part of torch that looks for plug-ins of torchrun."""
 _found: Final[dict[str, SystemEntry]] = {}
 """Systems from outside that somebody has named in this process."""
 
@@ -233,6 +236,7 @@ def _load(name: str, target: str) -> type[CheckpointSystem]:
     Raises:
         ConfigError: it is not.
     """
+    logging.getLogger(_HANDLERS).addFilter(_is_not_of_a_peer)
     loaded = load_own(target, _is_system)
     if not _is_system(loaded):
         raise ConfigError(f"system {name}: {target.rpartition(':')[2]} is no subclass of capricorn.CheckpointSystem")
@@ -240,6 +244,11 @@ def _load(name: str, target: str) -> type[CheckpointSystem]:
         raise ConfigError(f"system {name}: {loaded.__name__} does not define {', '.join(missing)}")
     checked: type[CheckpointSystem] = loaded
     return checked
+
+
+def _is_not_of_a_peer(record: logging.LogRecord) -> bool:
+    """Holds back what torch says, in six lines at import, of a plug-in of lm-resiliency that nothing here uses."""
+    return "lm_resiliency" not in record.getMessage()
 
 
 def _is_system(value: object) -> bool:
