@@ -135,15 +135,17 @@ LAYERS: Sequence[Sequence[tuple[str, str, str]]] = (
         ("report/", "terminal/  export/  figures/", TELLS),
     ),
     (
-        ("compare/", "several systems, the same work", TELLS),
-        ("campaign/", "many failures, a verdict each", TELLS),
-        ("simulate/", "many nodes in virtual time", TELLS),
+        ("compare/", "systems on the same work", TELLS),
+        ("campaign/", "a verdict on each failure", TELLS),
+        ("conformance/", "rules for any system", TELLS),
+        ("simulate/", "virtual time", TELLS),
     ),
     (("launch/", "launcher, node agents, fork server, torchrun, worker, recorder", RUNS),),
     (
         ("trainer/", "the one MoE trainer", RUNS),
         ("loads/", "load sources, forced routing", RUNS),
         ("faults/", "inject and revert", RUNS),
+        ("stats/", "figures of one run", TELLS),
     ),
     (("runtime/", "store/  comm/  save/  schedule/  persist/", RUNS),),
     (
