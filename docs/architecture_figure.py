@@ -143,7 +143,7 @@ LAYERS: Sequence[Sequence[tuple[str, str, str]]] = (
     (("launch/", "launcher, node agents, fork server, torchrun, worker, recorder", RUNS),),
     (
         ("trainer/", "the one MoE trainer", RUNS),
-        ("loads/", "load sources, forced routing", RUNS),
+        ("loads/", "load sources", RUNS),
         ("faults/", "inject and revert", RUNS),
         ("stats/", "figures of one run", TELLS),
     ),
