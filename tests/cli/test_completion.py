@@ -9,7 +9,7 @@ import pytest
 from capricorn.cli.main import app
 from click.shell_completion import CompletionItem, ShellComplete
 
-from capricorn.config.fault_spec import KINDS
+from capricorn.config.fault_kinds import KINDS
 from capricorn.config.presets import MODELS
 from capricorn.loads.synthetic import PHASES
 from capricorn.systems.registry import SYSTEMS
