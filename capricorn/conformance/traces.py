@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import tempfile
 import threading
@@ -32,11 +33,13 @@ class Traces:
     """Remembers what this process has when this is made, and finds what has been added since."""
 
     num_threads: int = field(default_factory=lambda: len(os.listdir("/proc/self/task")))
+    children: frozenset[psutil.Process] = field(default_factory=lambda: frozenset(children_of(os.getpid())))
     sockets: frozenset[str] = field(default_factory=lambda: _sockets())
     files: frozenset[Path] = field(default_factory=lambda: _temporary_files())
 
     def left(self, deadline_s: Seconds) -> list[str]:
         """Says what has been added and does not go away by itself, each in words."""
+        gc.collect()  # what waits only for the collector is not left
         for _ in polls(deadline_s):
             if not (found := self._found()):
                 break
@@ -47,7 +50,7 @@ class Traces:
         names = ", ".join(thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
         threads = [f"{more} more threads (Python's: {names or 'none'})"] if more > 0 else []
         sockets = [f"an open {name}" for name in sorted(_sockets() - self.sockets)]
-        children = list(map(describe, children_of(os.getpid())))
+        children = list(map(describe, {*children_of(os.getpid())} - self.children))
         files = [f"file {path}" for path in sorted(_temporary_files() - self.files)]
         return [*threads, *sockets, *children, *files]
 
