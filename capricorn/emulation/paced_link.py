@@ -78,16 +78,6 @@ class Link:
         self.bytes_per_s: BytesPerSecond = self._fields[_RATE]
         """The rate of the link as it was made."""
 
-    @property
-    def high_bytes(self) -> Bytes:
-        """Bytes of the high class that all users have booked so far."""
-        return int(self._fields[_HIGH])
-
-    @property
-    def low_bytes(self) -> Bytes:
-        """Bytes of the low class that all users have booked so far."""
-        return int(self._fields[_LOW])
-
     def reserve(self, num_bytes: Bytes, *, low: bool = False) -> Seconds:
         """Books these bytes; returns the time by the clock at which they will have left.
 

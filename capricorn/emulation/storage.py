@@ -54,11 +54,6 @@ class Storage:
         quantum_bytes = int(max(1, min(QUANTUM_BYTES, QUANTUM_S * slower)))
         self._route = Route([self._node, self._total], quantum_bytes=quantum_bytes)
 
-    @property
-    def charged_bytes(self) -> Bytes:
-        """Returns the bytes that all ranks of this node were charged for so far."""
-        return self._node.high_bytes
-
     def charge(self, num_bytes: Bytes) -> None:
         """Returns when that many bytes would have been written or read.
 

@@ -23,6 +23,7 @@ from capricorn.emulation.storage import Storage
 from capricorn.errors import CapricornError, StoreError
 from capricorn.systems.flat_state import FlatState
 from capricorn.systems.settings import FileSettings
+from tests.support.booked import charged_bytes
 from tests.support.conformance import attempt
 from tests.support.peers import job_of
 
@@ -249,16 +250,16 @@ def test_a_modelled_storage_is_charged_for_every_byte(system: str, tmp_path: Pat
     results = attempt(train, tmp_path, subject, last=5)
     assert [result["completed"] for result in results] == [[1, 2, 3, 4, 5]] * NUM_RANKS
     on_disk = sum(path.stat().st_size for path in (tmp_path / "files").rglob("*") if path.is_file())
-    charged = charged_bytes(tmp_path)
+    charged = charged_in(tmp_path)
     assert charged == on_disk
     assert on_disk - 5 * 100 <= sum(result["sent_bytes"] for result in results) <= on_disk
     attempt(refused, tmp_path, subject)
-    assert charged_bytes(tmp_path) - charged >= 0.9 * on_disk / 5
+    assert charged_in(tmp_path) - charged >= 0.9 * on_disk / 5
 
 
-def charged_bytes(folder: Path) -> int:
+def charged_in(folder: Path) -> int:
     storages = [Storage(folder / "storage", node) for node in range(NUM_RANKS)]
-    charged = sum(storage.charged_bytes for storage in storages)
+    charged = sum(charged_bytes(storage) for storage in storages)
     for storage in storages:
         storage.close()
     return charged

@@ -17,6 +17,7 @@ from capricorn.errors import NoCompleteCheckpointError
 from capricorn.systems import registry
 from capricorn.systems.registry import SYSTEMS
 from tests.support import runs
+from tests.support.booked import charged_bytes
 from tests.support.peers import Toy, job_of, left_over
 from tests.support.spawn import run_ranks
 
@@ -47,7 +48,7 @@ def write_and_restore(rank: int, num_nodes: int, folder: str) -> list[Any]:
     restored = again.holds(report.iteration)
     again.system.close()
     with closing(Storage(Path(folder) / CLOCKS, rank)) as storage:
-        is_charged = storage.charged_bytes >= sent_bytes
+        is_charged = charged_bytes(storage) >= sent_bytes
     return [completed, complaint, report.iteration, list(report.sources), restored, left, folders, is_charged]
 
 

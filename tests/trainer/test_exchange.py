@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from capricorn.emulation.route import Links
 from capricorn.trainer.exchange import Network
+from tests.support.booked import high_bytes
 from tests.support.spawn import run_ranks
 
 SENT = [[2, 0, 3], [1, 1, 0], [0, 4, 2]]
@@ -59,7 +60,7 @@ def booked(rank: int, num_ranks: int, links: Path) -> None:
 def test_what_leaves_a_node_is_booked_on_its_link_and_on_that_of_the_receiver(tmp_path: Path) -> None:
     links = Links.create(tmp_path / "links", 3, 1e7)
     run_ranks(booked, 3, tmp_path / "links")
-    moved = {name: link.high_bytes for name, link in links._links.items()}
+    moved = {name: high_bytes(link) for name, link in links._links.items()}
     assert moved == dict.fromkeys(moved, 2 * 1000 * 4 * 4)
     links.close()
 
