@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import rich_click as click
 from rich.text import Text
 
-from capricorn.conformance.under_test import SystemUnderTest, under_test
+from capricorn.conformance.subject import SystemUnderTest, under_test
 from capricorn.errors import ConfigError
 from capricorn.launch.interrupts import Interrupts
 from capricorn.systems.settings import OPTIONS

@@ -30,9 +30,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from capricorn.conformance.subject import SystemUnderTest
 from capricorn.conformance.toy_job import NUM_RANKS
 from capricorn.conformance.traces import children_of, describe, polls
-from capricorn.conformance.under_test import SystemUnderTest
 from capricorn.process import die_with_parent
 from capricorn.systems.registry import load_system
 from capricorn.units import Seconds

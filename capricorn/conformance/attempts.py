@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
-from capricorn.conformance.under_test import SystemUnderTest
+from capricorn.conformance.subject import SystemUnderTest
 from capricorn.errors import CapricornError
 from capricorn.units import Seconds
 

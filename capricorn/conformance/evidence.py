@@ -17,9 +17,9 @@ from capricorn.conformance.rank_functions import (
     restore_only,
     train_and_be_killed,
 )
+from capricorn.conformance.subject import SystemUnderTest
 from capricorn.conformance.toy_job import JOB_FILES, make_folder, make_node
 from capricorn.conformance.traces import files_in
-from capricorn.conformance.under_test import SystemUnderTest
 from capricorn.systems.registry import find
 
 RESTARTED: Final = "restarted"

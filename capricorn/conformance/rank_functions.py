@@ -11,8 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
+from capricorn.conformance.subject import SystemUnderTest
 from capricorn.conformance.toy_job import ToyRank
-from capricorn.conformance.under_test import SystemUnderTest
 from capricorn.systems.registry import find
 
 NUM_SAVES: Final = 6

@@ -11,8 +11,8 @@ from typing import Final, Literal, TypeAlias
 from capricorn.conformance.attempts import Attempt, AttemptServer, BrokenRule
 from capricorn.conformance.evidence import Evidence
 from capricorn.conformance.rank_functions import LOST_RANK, NUM_SAVES
+from capricorn.conformance.subject import SystemUnderTest
 from capricorn.conformance.toy_job import NUM_RANKS, tensor_names
-from capricorn.conformance.under_test import SystemUnderTest
 from capricorn.errors import unknown_name
 from capricorn.systems.registry import SystemEntry, check_system
 

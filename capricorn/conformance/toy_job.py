@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from capricorn.config.scenario import SystemConfig
+from capricorn.conformance.subject import SystemUnderTest
 from capricorn.conformance.traces import Traces
-from capricorn.conformance.under_test import SystemUnderTest
 from capricorn.emulation.route import Links
 from capricorn.emulation.storage import Storage
 from capricorn.errors import NoCompleteCheckpointError

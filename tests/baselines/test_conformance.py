@@ -14,8 +14,8 @@ import torch.distributed as dist
 from capricorn.conformance.evidence import Evidence
 from capricorn.conformance.rank_functions import NUM_SAVES
 from capricorn.conformance.rules import RULES, choose
+from capricorn.conformance.subject import SystemUnderTest, under_test
 from capricorn.conformance.toy_job import ToyRank, make_folder
-from capricorn.conformance.under_test import SystemUnderTest, under_test
 from capricorn.errors import CapricornError
 from capricorn.systems.registry import SYSTEMS, find
 from capricorn.systems.settings import FileSettings

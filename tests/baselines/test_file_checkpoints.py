@@ -17,8 +17,8 @@ from capricorn.baselines.file_checkpoints import Library
 from capricorn.baselines.torch_dcp import as_error
 from torch.distributed.checkpoint.api import CheckpointException
 
+from capricorn.conformance.subject import SystemUnderTest, under_test
 from capricorn.conformance.toy_job import NUM_RANKS, ToyRank, make_folder
-from capricorn.conformance.under_test import SystemUnderTest, under_test
 from capricorn.emulation.storage import Storage
 from capricorn.errors import CapricornError, StoreError
 from capricorn.systems.flat_state import FlatState

@@ -10,7 +10,7 @@ import pytest
 from capricorn.conformance.evidence import Evidence
 from capricorn.conformance.rank_functions import restore_only
 from capricorn.conformance.rules import RULES, choose
-from capricorn.conformance.under_test import SystemUnderTest, under_test
+from capricorn.conformance.subject import SystemUnderTest, under_test
 from capricorn.errors import CapricornError, ConfigError
 from capricorn.systems.registry import SYSTEMS, find
 from tests.support.conformance import server

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import capricorn
+from tests.conftest import MUST_RUN
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED_FROM = ("capricorn", "baselines", "cli", "pyproject.toml", "README.md", "LICENSE")
@@ -78,3 +79,21 @@ def test_every_public_name_is_there(tmp_path: Path) -> None:
 def test_an_unknown_public_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="'nonsense'"):
         capricorn.nonsense  # noqa: B018
+
+
+def test_a_session_that_skips_what_must_run_has_failed(tmp_path: Path) -> None:
+    folder = tmp_path / "tests/rules"
+    folder.mkdir(parents=True)
+    shutil.copy(ROOT / "tests/conftest.py", tmp_path / "tests")
+    for place, code in ((folder, 1), (tmp_path / "tests/other", 0)):
+        place.mkdir(exist_ok=True)
+        test = place / "test_it.py"
+        test.write_text("import pytest\ndef test_it():\n    pytest.skip('for no reason')\n")
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test.relative_to(tmp_path))]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == code, done.stdout
+        assert ("must not be skipped: tests/rules/test_it.py" in done.stdout) == bool(code)
+
+
+def test_what_must_run_exists() -> None:
+    assert [path for path in MUST_RUN if not (ROOT / path).exists()] == []

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from capricorn.conformance.attempts import DEADLINE_S, AttemptServer
-from capricorn.conformance.under_test import SystemUnderTest
+from capricorn.conformance.subject import SystemUnderTest
 
 
 @cache
