@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import rich_click as click
 
 from capricorn.errors import ConfigError
+from capricorn.report.export.formats import BY_SUFFIX, FORMATS, render
 from capricorn.report.export.outputs import Outputs, all_or_nothing, read_whole
 from capricorn.runtime.persist.layout import is_checkpoint
 
@@ -20,10 +21,7 @@ if TYPE_CHECKING:
 
     Loaded: TypeAlias = Sequence[tuple[Comparison, Mapping[str, Sequence[Path]]]]
 
-HTML = "html"
 WEIGHTS = ".safetensors"
-SUFFIXES = {".md": "md", ".csv": "csv", ".json": "json", ".tex": "latex", ".html": HTML}
-FORMATS = tuple(SUFFIXES.values())
 FIGURE_FORMATS = ("svg", "pdf", "png")
 
 
@@ -32,7 +30,7 @@ FIGURE_FORMATS = ("svg", "pdf", "png")
 @click.option(
     "--format",
     "table",
-    type=click.Choice(FORMATS),
+    type=click.Choice(list(FORMATS)),
     help="Write tables in this format (default: by the suffix of --out, or else md)",
 )
 @click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="Write this file (default: stdout)")
@@ -72,14 +70,14 @@ def export(
     chosen = _format(table, out)
     if kinds and figures is None:
         raise ConfigError("--figure-format says nothing without --figures DIR")
-    if chosen == HTML and out is None and sys.stdout.isatty():
+    if FORMATS[chosen].is_page and out is None and sys.stdout.isatty():
         raise ConfigError("a page of HTML is nothing to read in a terminal: add --out report.html")
     from capricorn.compare.finished_runs import load_comparisons
 
     loaded = load_comparisons(paths)
     with all_or_nothing() as outputs:
-        pictures = _draw(loaded) if figures or chosen == HTML else []
-        text = _render(chosen, loaded, pictures)
+        pictures = _draw(loaded) if figures or FORMATS[chosen].is_page else []
+        text = render(chosen, [comparison for comparison, _ in loaded], pictures)
         if figures:
             _write_figures(outputs, figures, loaded, pictures, kinds or FIGURE_FORMATS)
         if trace:
@@ -113,11 +111,13 @@ def _format(table: str | None, out: Path | None) -> str:
     Raises:
         ConfigError: the two contradict each other, or no format has that suffix.
     """
-    by_suffix = SUFFIXES.get(out.suffix.lower()) if out else None
+    by_suffix = BY_SUFFIX.get(out.suffix.lower()) if out else None
     if table and by_suffix and table != by_suffix:
         raise ConfigError(f"--format {table} contradicts --out {out}, which is {by_suffix} by its suffix")
     if out and not (table or by_suffix):
-        raise ConfigError(f"--out {out}: which format is that? end it in one of {', '.join(SUFFIXES)}, or add --format")
+        raise ConfigError(
+            f"--out {out}: which format is that? end it in one of {', '.join(BY_SUFFIX)}, or add --format"
+        )
     return table or by_suffix or "md"
 
 
@@ -125,19 +125,6 @@ def _draw(loaded: Loaded) -> list[list[Picture]]:
     from capricorn.report.figures.comparison_figures import pictures
 
     return [pictures(comparison, folders) for comparison, folders in loaded]
-
-
-def _render(chosen: str, loaded: Loaded, pictures: Sequence[Sequence[Picture]]) -> str:
-    comparisons = [comparison for comparison, _ in loaded]
-    if chosen == HTML:
-        from capricorn.report.export.page import as_html
-
-        return as_html(comparisons, pictures)
-    from capricorn.report.export.data_formats import as_csv, as_json
-    from capricorn.report.export.latex import as_latex
-    from capricorn.report.export.markdown import as_markdown
-
-    return {"md": as_markdown, "csv": as_csv, "json": as_json, "latex": as_latex}[chosen](comparisons)
 
 
 def _write_figures(
