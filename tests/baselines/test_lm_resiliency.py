@@ -251,6 +251,7 @@ def all_killed(rank: int, num_nodes: int, folder: str) -> list[Any]:
     return [len(files), report.iteration, list(report.sources), restored]
 
 
+@pytest.mark.slow
 def test_if_all_workers_are_killed_at_once_the_last_periodic_files_are_restored(tmp_path: Path) -> None:
     for num_files, iteration, sources, restored in run_ranks(all_killed, 2, str(tmp_path)):
         assert num_files <= 3

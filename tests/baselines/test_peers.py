@@ -52,6 +52,7 @@ def write_and_restore(rank: int, num_nodes: int, folder: str) -> list[Any]:
     return [completed, complaint, report.iteration, list(report.sources), restored, left, folders, is_charged]
 
 
+@pytest.mark.slow
 @needs_tc
 def test_a_save_whose_process_is_killed_is_counted_and_another_process_writes_the_next(tmp_path: Path) -> None:
     Storage.create(tmp_path / CLOCKS, 2, 1e9, None)

@@ -78,6 +78,7 @@ def test_the_command_that_repeats_a_case_makes_the_same_case(campaign: tuple[Pat
     assert again.json == {"repros": [case.repro]}
 
 
+@pytest.mark.slow
 def test_cases_that_are_missing_are_run_and_no_others(campaign: tuple[Path, Done], tmp_path: Path) -> None:
     folder = folder_of(campaign[0])
     record = read_campaign(folder)

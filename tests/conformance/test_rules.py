@@ -29,7 +29,9 @@ BROKEN = {
 SHORT: dict[str, dict[str, Any]] = {"NoDeadline": {"timeout_s": 1.0}, "Leftovers": {"timeout_s": 1.0}}
 
 
-@pytest.mark.parametrize("system", BROKEN)
+@pytest.mark.parametrize(
+    "system", [pytest.param(name, marks=pytest.mark.slow) if name == "NoDeadline" else name for name in BROKEN]
+)
 def test_a_broken_system_is_found_out_by_the_rule_that_it_breaks(system: str, tmp_path: Path) -> None:
     name, complaint = BROKEN[system]
     subject = under_test(f"tests.conformance.broken_systems:{system}", **SHORT.get(system, {}))

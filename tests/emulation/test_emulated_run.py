@@ -130,7 +130,9 @@ def has_network(live: LiveRun) -> bool:
     return any(inode != mine for inode in inodes)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=SLOW), signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=SLOW), pytest.param(signal.SIGTERM, marks=SLOW), signal.SIGKILL]
+)
 def test_a_network_goes_with_the_launcher_however_it_ends(
     number: signal.Signals, cluster: Path, tmp_path: Path
 ) -> None:

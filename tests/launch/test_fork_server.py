@@ -65,7 +65,11 @@ def stop_node(live: LiveRun) -> int:
 
 
 @pytest.mark.parametrize(
-    ("victim", "told"), [(stop_rank, "frozen for 2.5 s"), (stop_node, "node 1 is frozen")], ids=["rank", "node"]
+    ("victim", "told"),
+    [
+        pytest.param(stop_rank, "frozen for 2.5 s", id="rank"),
+        pytest.param(stop_node, "node 1 is frozen", id="node", marks=pytest.mark.slow),
+    ],
 )
 def test_what_is_stopped_counts_as_hung_and_is_replaced(
     victim: Callable[[LiveRun], int], told: str, tmp_path: Path
@@ -79,6 +83,7 @@ def test_what_is_stopped_counts_as_hung_and_is_replaced(
     assert ended.lost[0] <= 1
 
 
+@pytest.mark.slow
 def test_torchrun_starts_the_ranks_and_starts_them_again_on_request(tmp_path: Path, reference: Run) -> None:
     ended = run(tmp_path, "--set", "launch.restart=torchrun", *faults("kill@rank=1,iteration=8"))
     assert_ok(ended)
@@ -152,6 +157,7 @@ def test_twenty_kills_of_four_ranks_in_a_row_lose_nothing_that_was_complete(tmp_
     assert max(ended.lost) <= 1
 
 
+@pytest.mark.slow
 def test_a_successor_that_dies_before_it_trains_leaves_survivors_where_they_are(tmp_path: Path) -> None:
     with LiveRun(tmp_path, "--iterations", "200") as live:
         live.wait_iteration(5)

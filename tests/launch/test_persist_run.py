@@ -49,6 +49,7 @@ def test_a_later_run_goes_on_from_the_checkpoints_of_an_earlier_one(tmp_path: Pa
     assert "training ends with 100" in again.stderr
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_is_shown_as_far_as_it_came(tmp_path: Path) -> None:
     with LiveRun(tmp_path, "--iterations", "5000", "--persist-every", "5") as live:
         live.wait_iteration(10)

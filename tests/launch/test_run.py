@@ -162,7 +162,9 @@ def test_checkpointing_leaves_the_losses_as_they_are(tmp_path: Path, reference: 
 # --- interrupted runs
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, *(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGTERM, signal.SIGHUP))]
+)
 def test_an_interrupted_run_writes_what_it_measured_and_leaves_nothing(
     number: signal.Signals, tmp_path: Path, reference: Run
 ) -> None:

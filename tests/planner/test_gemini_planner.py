@@ -296,7 +296,7 @@ def save_and_restore(rank: int, num_nodes: int, folder: str, system: type[Any], 
 
 
 @pytest.mark.parametrize("system", [Gemini, GeminiStaged])
-@pytest.mark.parametrize(("num_nodes", "replicas"), [(2, 2), (3, 3)])
+@pytest.mark.parametrize(("num_nodes", "replicas"), [(2, 2), pytest.param(3, 3, marks=pytest.mark.slow)])
 def test_what_was_saved_after_the_profile_is_restored_bit_for_bit(
     tmp_path: Path, system: type[Any], num_nodes: int, replicas: int
 ) -> None:

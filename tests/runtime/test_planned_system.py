@@ -121,7 +121,9 @@ def saved_and_restored(
         pytest.param(2, 2, {"spans": "load", "gate": False}, id="by load, without a gate"),
         pytest.param(2, 2, {"spans": "global", "replan": "every-3"}, id="as one average, again every third"),
         pytest.param(2, 2, {"spans": "none"}, id="as soon as staged"),
-        pytest.param(3, 2, {"spans": "layer", "gate": False}, id="by layer on three, without a gate"),
+        pytest.param(
+            3, 2, {"spans": "layer", "gate": False}, id="by layer on three, without a gate", marks=pytest.mark.slow
+        ),
         pytest.param(3, 3, {"spans": "layer", "replan": "oracle"}, id="by layer on three, thrice"),
     ],
 )

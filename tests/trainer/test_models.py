@@ -156,7 +156,10 @@ def on_one_rank(config: ModelConfig) -> list[tuple[float, dict[str, Tensor]]]:
     return run_ranks(loss_and_grads, 1, config)
 
 
-@pytest.mark.parametrize(("name", "num_ranks"), [("mixtral-tiny", 2), ("mixtral-tiny", 3), ("qwen3-moe-tiny", 3)])
+@pytest.mark.parametrize(
+    ("name", "num_ranks"),
+    [pytest.param("mixtral-tiny", 2, marks=pytest.mark.slow), ("mixtral-tiny", 3), ("qwen3-moe-tiny", 3)],
+)
 def test_several_ranks_compute_the_loss_and_gradients_of_one(name: str, num_ranks: int) -> None:
     config = load_model(name)
     [(loss, grads)] = on_one_rank(config)

@@ -176,7 +176,10 @@ def test_a_gradient_that_left_the_flat_buffer_is_noticed() -> None:
         optimizer.reduce(None)
 
 
-@pytest.mark.parametrize(("name", "num_ranks"), [("mixtral-tiny", 2), ("mixtral-tiny", 3), ("gpt-moe-tiny", 2)])
+@pytest.mark.parametrize(
+    ("name", "num_ranks"),
+    [pytest.param("mixtral-tiny", 2, marks=pytest.mark.slow), ("mixtral-tiny", 3), ("gpt-moe-tiny", 2)],
+)
 def test_all_ranks_together_own_each_part_of_the_state_exactly_once(name: str, num_ranks: int) -> None:
     [alone] = trained(name, 1, 5)
     results = trained(name, num_ranks, 20)
