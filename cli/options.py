@@ -13,7 +13,7 @@ from capricorn.config.cluster import LOCAL, ClusterConfig
 from capricorn.config.fault_spec import FaultSpec
 from capricorn.config.fields import Option, validate
 from capricorn.config.own_code import absolute
-from capricorn.config.resolve import assign, load_cluster, load_model, parse_ckpt
+from capricorn.config.resolve import assign, load_cluster, load_model, note_older, parse_ckpt
 from capricorn.config.scenario import ROUTER, Scenario, TrainConfig
 from capricorn.config.setting_list import Setting, options, sections
 from capricorn.errors import ConfigError
@@ -185,6 +185,7 @@ def scenario_from(*, assignments: Sequence[str] = (), settles: bool = True, **gi
         "planner": planner | asked["planner"],
         "faults": tuple(map(FaultSpec.parse, faults)),
     }
+    note_older(assignments)
     scenario = scale(assign(validate(Scenario, parts, "options"), assignments))
     check_system(scenario.system.name)
     return _checked(settle(scenario) if settles else scenario)

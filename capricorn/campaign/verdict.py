@@ -10,13 +10,13 @@ from typing import Annotated, Final, Literal, TypeAlias, get_args
 
 from pydantic import BeforeValidator, Field
 
-from capricorn.campaign.outcomes import PHASES, RunOutcome
+from capricorn.campaign.outcomes import RunOutcome
 from capricorn.config.fault_kinds import DISK, kind_of
 from capricorn.config.fault_spec import FaultSpec
 from capricorn.config.fields import FrozenModel
 from capricorn.config.scenario import Scenario
 from capricorn.errors import CapricornError
-from capricorn.records.samples import RecoverySample
+from capricorn.records.samples import RECOVERY_PHASES, RecoverySample
 from capricorn.systems.registry import find
 from capricorn.systems.settings import settings_of
 from capricorn.units import Seconds
@@ -27,7 +27,6 @@ OLD_VERDICTS: Final = {"NOT_STRUCK": "NOT_TRIGGERED"}
 """The names of today by those in older records."""
 Verdict: TypeAlias = Annotated[VerdictName, BeforeValidator(lambda name: OLD_VERDICTS.get(name, name))]
 PERSISTENT: Final = "persistent"
-KEEPS_NOTHING: Final = "none"
 
 
 class Reference(FrozenModel):
@@ -108,7 +107,7 @@ def judge(fault: FaultSpec, scenario: Scenario, outcome: RunOutcome, reference: 
     """
     recoveries = _completed(outcome)
     allowed = [allowed_iterations(scenario, recovery, _usable(fault, outcome)) for recovery in recoveries]
-    phases = {phase: sum(getattr(each, phase) or 0.0 for each in recoveries) for phase in PHASES}
+    phases = {phase: sum(getattr(each, phase) or 0.0 for each in recoveries) for phase in RECOVERY_PHASES}
     verdict, reason = _verdict(scenario, outcome, reference, allowed)
     lost = sum(recovery.lost_iterations for recovery in recoveries)
     return Judgement(

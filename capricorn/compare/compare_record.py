@@ -16,6 +16,7 @@ from pydantic import Field
 
 from capricorn.config.fields import FrozenModel
 from capricorn.config.own_code import absolute
+from capricorn.config.resolve import note_older
 from capricorn.config.scenario import Scenario
 from capricorn.errors import CapricornError, ConfigError
 from capricorn.records.samples import RunRecord, read_record, read_run, write_record
@@ -102,6 +103,7 @@ def parse_variants(texts: Iterable[str]) -> tuple[Variant, ...]:
     variants = [Variant.parse(text) for text in texts]
     if not variants:
         raise ConfigError(f"--systems names no system; write it as in {SPELLING}")
+    note_older(assignment for variant in variants for assignment in variant.assignments)
     labels = [variant.label for variant in variants]
     twice = [label for number, label in enumerate(labels) if label in labels[:number]]
     if twice:
