@@ -30,7 +30,8 @@ def outside(tmp_path: Path) -> Path:
 
 
 def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": f"{folder / 'site'}{os.pathsep}{folder}"}
+    # Wide enough that no table breaks a name in two: how wide a column is hangs on the figures beside it.
+    environment = {**os.environ, "PYTHONPATH": f"{folder / 'site'}{os.pathsep}{folder}", "COLUMNS": "200"}
     return subprocess.run(
         [*CAPRICORN, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=100, check=False
     )
@@ -83,7 +84,7 @@ def test_it_is_compared_under_its_short_name_and_its_record_is_read_where_it_is_
     for words in (("export", str(folder)), ("compare", str(folder))):
         done = command(outside, *words)
         assert done.returncode == 0, done.stderr
-        assert "RawFiles:keep=3" in "".join(done.stdout.split())
+        assert "RawFiles:keep=3" in done.stdout
         assert "was run" not in done.stderr
 
 
