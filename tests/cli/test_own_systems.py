@@ -30,8 +30,7 @@ def outside(tmp_path: Path) -> Path:
 
 
 def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    # Wide enough that no table breaks a name in two: how wide a column is hangs on the figures beside it.
-    environment = {**os.environ, "PYTHONPATH": f"{folder / 'site'}{os.pathsep}{folder}", "COLUMNS": "200"}
+    environment = {**os.environ, "PYTHONPATH": f"{folder / 'site'}{os.pathsep}{folder}"}
     return subprocess.run(
         [*CAPRICORN, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=100, check=False
     )
@@ -81,10 +80,10 @@ def test_it_is_compared_under_its_short_name_and_its_record_is_read_where_it_is_
     assert rows[1]["tiers"] == ["persistent"]
     (outside / "my_systems.py").write_text("raise SystemExit('was run')")
     folder = next((outside / "results").glob("*-compare-*"))
-    for words in (("export", str(folder)), ("compare", str(folder))):
-        done = command(outside, *words)
+    for words, says in (("export", "RawFiles:keep=3"), ("compare", "RawFiles a: keep=3")):
+        done = command(outside, words, str(folder))
         assert done.returncode == 0, done.stderr
-        assert "RawFiles:keep=3" in done.stdout
+        assert says in done.stdout
         assert "was run" not in done.stderr
 
 

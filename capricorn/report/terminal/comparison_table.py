@@ -25,7 +25,7 @@ def comparison_table(comparison: Comparison, *, caption: bool = True) -> Rendera
     remarks = [f"{names[row.label]}: {'; '.join(row.notes)}" for row in comparison.rows if row.notes]
     title = f"{comparison.mode}: {comparison.what}"
     heading = f"{comparison.label}, {title}" if comparison.label else title
-    below = [*remarks, *comparison.notes, LEGEND] if caption else []
+    below = [*remarks, *comparison.notes, LEGEND] if caption else remarks
     return Group(
         Text(heading, style="bold"),
         times,
