@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Final
 
+from pydantic import Field
+
 from capricorn.config.fields import FrozenModel
 from capricorn.config.scenario import Scenario
+from capricorn.units import Seconds
 
 JOB: Final = "job.json"
 FATAL: Final = "fatal.txt"
@@ -39,6 +43,17 @@ class Job(FrozenModel):
     """The folder of the persistent tier, the same for all nodes; it stays after the run."""
     files_dir: Path | None = None
     """The folder for systems that write files, the same for all nodes; it goes with the run."""
+
+    booted_s: Seconds = Field(default_factory=lambda: time.time() - time.monotonic())
+    """When the clock of `now_s` was 0, in seconds since the epoch as it was told when the run began."""
+
+    def now_s(self) -> Seconds:
+        """Returns the time since the epoch for records, alike in all processes on this machine.
+
+        The clock on the wall is read once for a run. One that is set meanwhile would tear all durations in its records;
+        time in which the machine is suspended does not pass.
+        """
+        return self.booted_s + time.monotonic()
 
     def write(self) -> Path:
         path = self.run_dir / JOB

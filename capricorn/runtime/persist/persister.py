@@ -193,7 +193,13 @@ class _Writer:
 
     def __init__(self, task: WriterTask) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "capricorn.runtime.persist.writer_process", task.model_dump_json()],
+            [
+                sys.executable,
+                "-m",
+                "capricorn.runtime.persist.writer_process",
+                task.model_dump_json(),
+                str(os.getpid()),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )

@@ -14,8 +14,8 @@ from capricorn.runtime.persist.messages import Order, WriterTask
 
 
 def main() -> None:
-    """Carries out orders until there are no more."""
-    die_with_parent()
+    """Carries out orders for the task argv[1] until there are no more; argv[2] is the trainer."""
+    die_with_parent(int(sys.argv[2]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # that of a terminal is for the trainer
     use_idle_priority()
     task = WriterTask.model_validate_json(sys.argv[1])
