@@ -302,6 +302,7 @@ class FileCheckpoints(CheckpointSystem):
 
     def restore(self) -> RestoreReport:
         begin_s = time.perf_counter()
+        self._state.follow()
         iteration = self._agree()
         self._forget_after(iteration)
         agreed_s = time.perf_counter()

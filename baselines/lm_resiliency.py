@@ -75,7 +75,6 @@ class LmResiliency(CheckpointSystem):
     def attach(self, job: JobContext, state: FlatState) -> None:
         check(job)
         self._job, self._state, self._timeout_s = job, state, job.config.timeout_s
-        self._live = [run.source for run in state.runs]  # neighbours as one: the library moves tensor by tensor
         self._tracker = CommitTracker[PeerSave](job.control_group)
         self._manager = CorrectedManager(job)
         self._meter, self._is_open = self._manager.meter, True
@@ -144,7 +143,7 @@ class LmResiliency(CheckpointSystem):
             self._fail(f"iteration {iteration}: not tried, since one before it has failed")
             return
         begin_s = time.perf_counter()
-        self._save = self._manager.start(iteration, self._live)
+        self._save = self._manager.start(iteration, _live_of(self._state))
         self._tracker.track(self._save)
         self._counters.staged_bytes += self._state.num_bytes
         if self._job.device.type == "cpu":  # elsewhere nobody is told when the copy ends
@@ -398,6 +397,11 @@ class MeteredBackend(ReplicationBackend):
 # --- restart
 
 
+def _live_of(state: FlatState) -> list[torch.Tensor]:
+    """Returns the live memory, neighbours as one: the library moves tensor by tensor."""
+    return [run.source for run in state.runs]
+
+
 class Restart:
     """Finds and loads the newest iteration that all owners have somewhere; collective."""
 
@@ -412,7 +416,8 @@ class Restart:
         Raises:
             NoCompleteCheckpointError: no iteration survives on every owner.
         """
-        begin_s, live = time.perf_counter(), [run.source for run in state.runs]
+        state.follow()
+        begin_s, live = time.perf_counter(), _live_of(state)
         iteration, sources, shards = self._agree()
         agreed_s = time.perf_counter()
         self._fetch(iteration, sources, shards, live)

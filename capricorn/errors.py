@@ -19,6 +19,18 @@ class ConfigError(CapricornError, ValueError):
     exit_code: ClassVar[int] = 2
 
 
+class StateError(ConfigError):
+    """A state that cannot be kept exactly as it was given; the message names the key."""
+
+
+class StateChangedError(StateError):
+    """A live tensor that is no longer what was laid out."""
+
+
+class LayoutMismatchError(ConfigError):
+    """Copies that are of a state of other names, dtypes or shapes; they are left as they are."""
+
+
 class StoreError(CapricornError):
     """A memory store that cannot be made, written or read."""
 

@@ -17,11 +17,13 @@ from capricorn.hooks import OpKey
 from capricorn.planner.placement import holders_of, owners_on
 from capricorn.planner.plan import Planner, StreamPlanner
 from capricorn.planner.span_planner import SpanPlanner
-from capricorn.runtime.comm.collectives import barrier, gather_addresses, gather_layouts, share_secret
+from capricorn.runtime.comm.collectives import barrier, gather_addresses, share_secret
 from capricorn.runtime.comm.handshake import Identity
 from capricorn.runtime.comm.replica_link import ReplicaLink
 from capricorn.runtime.comm.replica_server import ReplicaServer
 from capricorn.runtime.commit_tracker import CommitTracker
+from capricorn.runtime.layout_agreement import agree_on_layouts
+from capricorn.runtime.persist.names import refuse_shared_names
 from capricorn.runtime.persist.persister import Persister
 from capricorn.runtime.persist.restore import PersistentTier
 from capricorn.runtime.recovery import Recovery
@@ -78,7 +80,12 @@ class ReplicatingSystem(CheckpointSystem):
         store = NodeStore.open(job.store_dir)
         self._persister, self._store = Persister(job, store, self._counters), store
         holders, owners = self._peers(holders_of), self._peers(owners_on)
-        layouts = gather_layouts(job.control_group, Layout(state.num_bytes, job.config.block_bytes, state.digest))
+        tier = PersistentTier(job, job.persist_dir, store, state) if job.persist_dir is not None else None
+        if tier is not None:
+            refuse_shared_names(job.control_group, state)
+            tier.refuse_other_state()
+        mine = [job.rank, *owners]
+        layouts = agree_on_layouts(job.control_group, store, state, mine, job.config.block_bytes)
         slots = store.open_slots(job.rank, layouts[job.rank], self._persister.num_slots)
         for owner in owners:
             store.open_slots(owner, layouts[owner])
@@ -106,11 +113,7 @@ class ReplicatingSystem(CheckpointSystem):
             live=live,
         )
         self._commit_tracker = CommitTracker[ReplicatedSave](job.control_group)
-        persistent_tier = None
-        if job.persist_dir is not None:
-            persistent_tier = PersistentTier(job, job.persist_dir, store, state.entries)
-        mine = [job.rank, *owners]
-        self._recovery = Recovery(job.rank, job.control_group, store, mine, self._links, job.attempt, persistent_tier)
+        self._recovery = Recovery(job.rank, job.control_group, store, mine, self._links, job.attempt, tier)
         self._persister.start()
 
     def on_iteration_begin(self, iteration: int) -> None:

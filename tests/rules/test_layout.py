@@ -33,7 +33,7 @@ LAYERS = (
 LAYER_OF = {room: number for number, layer in enumerate(LAYERS) for room in layer}
 VOCABULARY = LAYERS[0] | LAYERS[1]
 TORCH_FREE = {*VOCABULARY, "config", "records", "sizing", "planner", "systems", "simulate", "stats", "cli", "capricorn"}
-OF_RANKS = {"capricorn.systems.flat_state"}
+OF_RANKS = {"capricorn.systems.flat_state", "capricorn.systems.small_values", "capricorn.systems.tensor_bytes"}
 """What only ranks import, in rooms that the command imports."""
 PANDAS_USERS = {"compare", "report"}
 ENTRY = "capricorn.__main__"

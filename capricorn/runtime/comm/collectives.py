@@ -6,6 +6,7 @@ Every function is collective, and is called by the training thread.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,11 @@ def gather_texts(group: dist.ProcessGroup, mine: str, num_bytes: int) -> list[st
     return [bytes(row.tolist()).decode(errors="replace").rstrip() for row in rows]
 
 
+def gather_long_texts(group: dist.ProcessGroup, mine: str) -> list[str]:
+    """Returns, by rank, its text of any length."""
+    return gather_texts(group, mine, maximum(group, len(mine.encode())))
+
+
 def total(group: dist.ProcessGroup, mine: int) -> int:
     """Returns the sum of the values of all ranks."""
     value = torch.tensor(mine)
@@ -50,6 +56,15 @@ def maximum(group: dist.ProcessGroup, mine: int) -> int:
     value = torch.tensor(mine)
     dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
     return int(value)
+
+
+def maxima(group: dist.ProcessGroup, mine: Sequence[int]) -> list[int]:
+    """Returns, by place, the largest of the values that the ranks have there; of as many on all of them."""
+    if not mine:
+        return []
+    values = torch.tensor(mine, dtype=torch.int64)
+    dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
+    return [int(value) for value in values]
 
 
 def gather_addresses(group: dist.ProcessGroup, mine: tuple[str, int]) -> list[tuple[str, int]]:

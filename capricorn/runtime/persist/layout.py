@@ -25,8 +25,9 @@ MANIFEST: Final = "capricorn.json"
 METADATA: Final = ".metadata"
 """The library's own table of contents, which we write for its readers and never read."""
 FORMAT: Final = 1
-VALUE: Final = "value/"
-"""Prefix of the names of small values, which every rank has; in a checkpoint they lie under `rank<r>/value/`."""
+VALUE: Final = re.compile(r"rank(\d+)/value/(.+)", re.DOTALL)
+"""The key of a tensor among the small values of a rank; under the name `small_values.TREE` lies what else there is of
+them, as JSON. Checkpoints of version 0.2 have none of that: their small values are a table of tensors by name."""
 _PREFIX, _TEMPORARY, _REMOVED = "iteration-", ".tmp-", ".removed-"
 _NAME = re.compile(_PREFIX + r"\d{8,}")
 
@@ -153,9 +154,9 @@ def part_file(rank: int) -> str:
     return f"part-{rank}.json"
 
 
-def key_of(key: str, rank: int) -> str:
-    """Returns the name under which a tensor of that rank's state lies in a checkpoint."""
-    return f"rank{rank}/{key}" if key.startswith(VALUE) else key
+def value_key(rank: int, name: str) -> str:
+    """Returns the key in a checkpoint of a tensor among the small values of a rank."""
+    return f"rank{rank}/value/{name}"
 
 
 def remove(folder: Path) -> None:

@@ -14,7 +14,7 @@ import shutil
 import stat
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from capricorn.config.fields import FrozenModel
 from capricorn.errors import ConfigError, StoreError
-from capricorn.runtime.store.slot import AUDIT_EVENT, COMPLETE, Layout, Slot, read_header
+from capricorn.runtime.store.slot import AUDIT_EVENT, COMPLETE, Header, Layout, Slot, enlarge, read_header
 from capricorn.sizing.memory import NUM_SLOTS
 from capricorn.systems.interface import Copy
 from capricorn.topology import Topology
@@ -101,15 +101,35 @@ class NodeStore:
     def open_slots(self, owner: int, layout: Layout, num_slots: int = NUM_SLOTS) -> list[Slot]:
         """Returns the slots of an owner; those that are missing are made, and what survives in the others is kept.
 
-        One more slot than usual allows one of them to be pinned.
+        One more slot than usual allows one of them to be pinned. Copies of the same layout that are smaller, since the
+        small values had less room, are enlarged.
 
         Raises:
             StoreError: there is no room, or they hold a state of another layout.
         """
         if owner not in self._slots:
-            paths = [self.folder / f"owner{owner}.slot{k}" for k in range(num_slots)]
+            paths = [self._slot_path(owner, number) for number in range(num_slots)]
+            for path in paths:
+                self._fit(path, owner, layout)
             self._slots[owner] = [Slot(path, owner, layout) for path in paths]
         return self._slots[owner]
+
+    def complete_headers(self, owner: int) -> list[Header]:
+        """Returns the headers of the complete copies of an owner that lie here, of whatever layout."""
+        headers = [header for copy in self.inventory() if copy.owner == owner and (header := read_header(copy.path))]
+        return [header for header in headers if header.state == COMPLETE]
+
+    def _slot_path(self, owner: int, number: int) -> Path:
+        return self.folder / f"owner{owner}.slot{number}"
+
+    def _fit(self, path: Path, owner: int, layout: Layout) -> None:
+        """Makes a slot file one of that layout, if nothing in it is lost by that."""
+        if not path.exists() or (header := read_header(path)) is None or header.layout == layout:
+            return
+        if header.state != COMPLETE:
+            path.unlink()
+        elif header.layout == replace(layout, payload_bytes=header.layout.payload_bytes):
+            enlarge(path, owner, layout)
 
     def begin(self, owner: int, iteration: int, keep: int, attempt: int = 0) -> Slot:
         """Returns the slot to write an iteration into: never one that is pinned, nor the one that holds `keep`.
@@ -160,6 +180,13 @@ class NodeStore:
                 header = slot.header
                 if header is None or header.iteration > iteration:
                     slot.abort()
+
+    def read_manifest(self, owner: int) -> dict[str, Any]:
+        """Returns the layout of an owner's state; empty if it is not there or does not read."""
+        try:
+            return _read_json(self.manifest_path(owner))
+        except StoreError:
+            return {}
 
     def manifest_path(self, owner: int) -> Path:
         """Returns the file that holds the layout of that owner's state."""
