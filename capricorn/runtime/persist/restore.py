@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from capricorn.errors import ConfigError, StoreError
-from capricorn.runtime.comm.collectives import gather_texts, maximum, total
+from capricorn.runtime.comm.collectives import gather_texts, newest, total
 from capricorn.runtime.persist.layout import Manifest, folder_of, iterations_in
 from capricorn.runtime.persist.load import load_into, num_lasting, select
 from capricorn.runtime.store.node_store import NodeStore
@@ -41,23 +41,24 @@ class PersistentTier:
         self.notes: list[str] = []
         """Remarks on the checkpoint that was loaded, in words."""
 
-    def newest(self) -> int:
-        """Returns the newest iteration that some rank sees and that has not proved damaged; 0 is none. Collective."""
-        return maximum(self._group, max((i for i in iterations_in(self._root) if i not in self._refused), default=0))
+    def newest(self) -> int | None:
+        """Returns the newest iteration that some rank sees and that has not proved damaged, if any. Collective."""
+        seen = (iteration for iteration in iterations_in(self._root) if iteration not in self._refused)
+        return newest(self._group, max(seen, default=None))
 
-    def obtain(self, iteration: int, keep: int) -> str:
+    def obtain(self, iteration: int, keep: int | None) -> str:
         """Leaves a verified copy in a slot of every rank; otherwise returns what was wrong, alike on all ranks.
         Collective.
 
         Args:
             iteration: of the checkpoint.
-            keep: an iteration in memory that must stay.
+            keep: the iteration in memory that is taken if this one proves damaged; None if there is none.
 
         Raises:
             ConfigError: on all ranks, it is of another model, or cannot be spread over that many ranks.
         """
         folder = folder_of(self._root, iteration)
-        slot = self._store.begin(self._rank, iteration, keep, self._attempt)
+        slot = self._store.receive(self._rank, iteration, keep, self._attempt)
         num_taken, answer = 0, ""
         try:
             manifest = Manifest.read(folder)
@@ -69,11 +70,14 @@ class PersistentTier:
             answer = str(error)
         else:
             num_taken, answer = num_lasting(selection.sources.values()), f"{_WHOLE}{manifest.seal}"
-        answers, num_taken = gather_texts(self._group, answer, _TEXT_BYTES), total(self._group, num_taken)
+        what = f"what the others find in {folder.name}"
+        answers = gather_texts(self._group, answer, _TEXT_BYTES, what)
+        num_taken = total(self._group, num_taken, what)
         if len(set(answers)) == 1 and answer.startswith(_WHOLE):
             num_left = num_lasting(manifest.tensors) - num_taken
             if not num_left:
                 self._store.commit(slot)
+                self._store.adopt(slot)
                 self._note(manifest)
                 return ""
             answers = [f"{_UNFIT}it is of another model: {num_left} of its tensors are of no rank"]
