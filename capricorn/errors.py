@@ -39,8 +39,26 @@ class TransportError(CapricornError):
     """A peer that cannot be reached, was refused, or did not answer in time."""
 
 
+class PeerLostError(TransportError):
+    """A rank that is gone, or did not come in time to what all ranks do together."""
+
+
+class OutOfStepError(CapricornError):
+    """Ranks that save different iterations at the same moment, of which no checkpoint may be made."""
+
+
+class OrderError(ConfigError):
+    """An iteration that is no number or not above the last one, or a restore after training began."""
+
+
 class NoCompleteCheckpointError(CapricornError):
     """No iteration survives on every owner, so nothing can be restored."""
+
+
+def in_words(error: BaseException) -> str:
+    """Returns what went wrong in one line; an error that is not ours is named by its type as well."""
+    text = " ".join(str(error).partition("\n")[0].split())
+    return text if isinstance(error, CapricornError) else f"{type(error).__name__}: {text}".removesuffix(": ")
 
 
 def unknown_name(what: str, name: str, known: Iterable[str]) -> ConfigError:

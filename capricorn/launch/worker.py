@@ -260,8 +260,10 @@ class Worker:
         """Completes the checkpoints and leaves together with the others; collective."""
         assert self._training is not None
         detail = ""
+        scenario = self._job.scenario
+        writing_s = scenario.persist.timeout_s if scenario.persist.every else 0.0
         try:
-            self._system.drain(self._job.scenario.system.timeout_s)
+            self._system.drain(scenario.system.timeout_s + writing_s)
         except CapricornError as error:
             detail = str(error)
         digest = f"{self._training.state.content_digest():016x}"

@@ -5,6 +5,7 @@ Everything is told without torch and without unpickling anything; what is verifi
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import re
@@ -76,34 +77,52 @@ class Manifest(FrozenModel):
     """Size of each file but this one."""
     metadata_xxh3: str
     seal: str = ""
-    """Checksum of all of the above."""
+    """Checksum of the file as it is written, with nothing in this place; so it does not depend on what a version knows."""
 
     def write(self, folder: Path) -> None:
         """Puts the manifest into the folder, and returns when it is on the medium."""
-        whole = self.model_copy(update={"seal": hash_of(self._unsealed())})
-        write_durably(folder / MANIFEST, whole.model_dump_json().encode())
+        unsealed = self.model_copy(update={"seal": ""}).model_dump_json().encode()
+        write_durably(folder / MANIFEST, _with_seal(unsealed, "", hash_of(unsealed)))
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Returns the manifest of a checkpoint.
+        """Returns the manifest of a checkpoint, of what another version has added without what this one does not know.
 
         Raises:
-            StoreError: it is not there, is damaged, or is of another format.
+            StoreError: it is not there or is damaged.
+            ConfigError: it is whole, and of a newer version whose format this one does not know.
         """
+        path = folder / MANIFEST
         try:
-            found = cls.model_validate_json((folder / MANIFEST).read_bytes())
+            data = path.read_bytes()
+            fields = json.loads(data)
         except OSError as error:
-            raise StoreError(f"cannot read {folder / MANIFEST}: {error.strerror}") from None
-        except (ValidationError, ConfigError, ValueError):
-            raise StoreError(f"{folder / MANIFEST} is damaged or of another format than {FORMAT}") from None
-        if found.format != FORMAT or found.seal != hash_of(found._unsealed()):
-            raise StoreError(f"{folder / MANIFEST} is damaged or of another format than {FORMAT}")
+            raise StoreError(f"cannot read {path}: {error.strerror}") from None
+        except (ValueError, RecursionError):
+            raise StoreError(f"{path} is damaged: it is no JSON") from None
+        seal, number = (fields.get(name) if isinstance(fields, dict) else None for name in ("seal", "format"))
+        if not isinstance(seal, str) or seal != hash_of(_with_seal(data, seal, "")):
+            raise StoreError(f"{path} is damaged: it does not match its seal")
+        if not isinstance(number, int) or number > FORMAT:
+            what = f"it has format {number}, this version reads up to {FORMAT}"
+            raise ConfigError(f"{path} was written by a newer version: {what}")
+        try:
+            found = cls.model_validate_json(
+                json.dumps({name: fields[name] for name in fields if name in cls.model_fields})
+            )
+        except (ValidationError, ConfigError):
+            raise ConfigError(
+                f"{path} was written by a newer version, which says what this one does not know"
+            ) from None
         if folder != folder_of(folder.parent, found.iteration):
             raise StoreError(f"{folder} holds iteration {found.iteration}: give it back its name")
         return found
 
-    def _unsealed(self) -> bytes:
-        return self.model_copy(update={"seal": ""}).model_dump_json().encode()
+
+def _with_seal(data: bytes, seal: str, other: str) -> bytes:
+    """Returns a manifest with another seal in the place of its own, which stands last."""
+    head, mark, tail = data.rpartition(f'"seal":"{seal}"'.encode(errors="replace"))
+    return head + f'"seal":"{other}"'.encode() + tail if mark else data
 
 
 # --- folders -----------------------------------------------------------------------------------------------------

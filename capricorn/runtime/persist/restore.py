@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from capricorn.errors import ConfigError, LayoutMismatchError, StateError, StoreError
-from capricorn.runtime.comm.collectives import gather_texts, maxima, maximum
+from capricorn.runtime.comm.collectives import gather_texts, maxima, newest
 from capricorn.runtime.layout_agreement import in_words
 from capricorn.runtime.persist.layout import Manifest, folder_of, iterations_in
 from capricorn.runtime.persist.load import lasting, load_into, missing, select, small_values_of
@@ -44,9 +44,10 @@ class PersistentTier:
         self.notes: list[str] = []
         """Remarks on the checkpoint that was loaded, in words."""
 
-    def newest(self) -> int:
-        """Returns the newest iteration that some rank sees and that has not proved damaged; 0 is none. Collective."""
-        return maximum(self._group, max((i for i in iterations_in(self._root) if i not in self._refused), default=0))
+    def newest(self) -> int | None:
+        """Returns the newest iteration that some rank sees and that has not proved damaged, if any. Collective."""
+        seen = (iteration for iteration in iterations_in(self._root) if iteration not in self._refused)
+        return newest(self._group, max(seen, default=None))
 
     def refuse_other_state(self) -> None:
         """Looks whether the newest checkpoint that reads is of this state, before anything is done to it. Collective.
@@ -54,7 +55,7 @@ class PersistentTier:
         Raises:
             LayoutMismatchError: on all ranks, it is not.
         """
-        while iteration := self.newest():
+        while (iteration := self.newest()) is not None:
             _, manifest = self._read(iteration)
             if manifest is not None:
                 self._sources(folder_of(self._root, iteration), manifest)
@@ -62,13 +63,13 @@ class PersistentTier:
             self._refused.add(iteration)
         self._refused.clear()
 
-    def obtain(self, iteration: int, keep: int) -> str:
+    def obtain(self, iteration: int, keep: int | None) -> str:
         """Leaves a verified copy in a slot of every rank; otherwise returns what was wrong, alike on all ranks.
         Collective.
 
         Args:
             iteration: of the checkpoint.
-            keep: an iteration in memory that must stay.
+            keep: the iteration in memory that is taken if this one proves damaged; None if there is none.
 
         Raises:
             LayoutMismatchError: on all ranks, it is of another state.
@@ -88,10 +89,11 @@ class PersistentTier:
         except StoreError as error:
             answer = str(error)
         if not (damage := self._agree(folder, answer)):
-            slot = self._store.begin(self._rank, iteration, keep, self._attempt)
+            slot = self._store.receive(self._rank, iteration, keep, self._attempt)
             damage = self._agree(folder, self._load(slot, sources, values, folder, manifest))
         if not damage and slot is not None:
             self._store.commit(slot)
+            self._store.adopt(slot)
             self._note(manifest)
             return ""
         if slot is not None:
@@ -100,14 +102,22 @@ class PersistentTier:
         return damage
 
     def _read(self, iteration: int) -> tuple[str, Manifest | None]:
-        """Returns the manifest of a checkpoint that all ranks see alike; otherwise what is wrong, and None."""
+        """Returns the manifest of a checkpoint that all ranks see alike; otherwise what is wrong, and None.
+
+        Raises:
+            ConfigError: on all ranks, it was written by a newer version.
+        """
         folder, manifest = folder_of(self._root, iteration), None
         try:
             manifest = Manifest.read(folder)
             answer = f"{_WHOLE}{manifest.seal}"
+        except ConfigError as error:
+            answer = f"{_UNFIT}{error}"
         except StoreError as error:
             answer = str(error)
         answers = gather_texts(self._group, answer, _TEXT_BYTES)
+        if unfit := [text.removeprefix(_UNFIT) for text in answers if text.startswith(_UNFIT)]:
+            raise ConfigError(unfit[0])
         if len(set(answers)) == 1 and manifest is not None:
             return "", manifest
         damaged = (text for text in answers if not text.startswith(_WHOLE))

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.utils.serialization import config
 
-from capricorn.errors import StoreError
+from capricorn.errors import StoreError, in_words
 from capricorn.runtime.persist.layout import (
     METADATA,
     Manifest,
@@ -60,7 +60,7 @@ def write_checkpoint(task: WriterTask, order: Order) -> Answer:
     try:
         part = _write_part(task, order, folder)
         finish(task, order, folder)
-    except Exception as error:  # noqa: BLE001 - a library raises what it likes, and training goes on
+    except BaseException as error:  # noqa: BLE001 - a library raises what it likes, and training goes on
         given_up = given_up_of(folder)
         if task.rank == 0:
             with contextlib.suppress(OSError):
@@ -69,12 +69,6 @@ def write_checkpoint(task: WriterTask, order: Order) -> Answer:
             remove(folder)
         return Answer(iteration=order.iteration, failure=in_words(error))
     return Answer(iteration=order.iteration, num_bytes=sum(part.files.values()))
-
-
-def in_words(error: Exception) -> str:
-    """Returns what went wrong, in one line."""
-    text = str(error).strip().partition("\n")[0]
-    return text if isinstance(error, StoreError) else f"{type(error).__name__}: {text}"
 
 
 # --- the part of a rank ------------------------------------------------------------------------------------------
@@ -87,7 +81,7 @@ def _write_part(task: WriterTask, order: Order, folder: Path) -> RankPart:
     try:
         part = _write_tensors(task, order, folder)
         _hand_in(folder, task.rank, part)
-    except Exception as error:
+    except BaseException as error:
         # The disk may be full, and rank 0 waits. If not even that can be written, it does so in vain.
         with contextlib.suppress(OSError):
             (folder / rank_file(task.rank)).unlink(missing_ok=True)

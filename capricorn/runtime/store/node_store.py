@@ -6,6 +6,7 @@ copies this node keeps owner<r>.json (the layout of its state) and two slots. It
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -131,7 +132,7 @@ class NodeStore:
         elif header.layout == replace(layout, payload_bytes=header.layout.payload_bytes):
             enlarge(path, owner, layout)
 
-    def begin(self, owner: int, iteration: int, keep: int, attempt: int = 0) -> Slot:
+    def begin(self, owner: int, iteration: int, keep: int | None, attempt: int = 0) -> Slot:
         """Returns the slot to write an iteration into: never one that is pinned, nor the one that holds `keep`.
 
         A damaged slot is taken first, then the oldest.
@@ -141,14 +142,49 @@ class NodeStore:
         Args:
             owner: whose state is written.
             iteration: of that state.
-            keep: the newest iteration that is complete on all ranks; 0 is none.
+            keep: the newest iteration that is complete on all ranks; None if there is none.
             attempt: counts the starts of the job.
         """
-        kept = self.read(owner, keep) if keep else None
+        kept = self.read(owner, keep) if keep is not None else None
         free = (slot for slot in self._slots[owner] if slot is not kept and slot not in self._pinned)
         slot = min(free, key=_age)
         slot.begin(iteration, attempt)
         return slot
+
+    def receive(self, owner: int, iteration: int, keep: int | None, attempt: int = 0) -> Slot:
+        """Returns a slot to write an iteration into that is not verified yet, and may prove damaged half way.
+
+        No complete copy is given up for it: where all slots hold one, it is a spare that nobody finds, until `adopt`.
+        Without room for a spare the oldest one but `keep` is given up.
+
+        Args:
+            owner: whose state is written.
+            iteration: of that state.
+            keep: the iteration that is taken if this one proves damaged; None if there is none.
+            attempt: counts the starts of the job.
+        """
+        slots = self._slots[owner]
+        if all(slot.is_complete or slot in self._pinned for slot in slots):
+            path = self.folder / f"owner{owner}.spare"
+            with contextlib.suppress(StoreError):
+                path.unlink(missing_ok=True)
+                spare = Slot(path, owner, slots[0].layout)
+                path.unlink()  # its memory lives as long as it is mapped
+                spare.begin(iteration, attempt)
+                return spare
+        return self.begin(owner, iteration, keep, attempt)
+
+    def adopt(self, copy: Slot, keep: int | None = None) -> None:
+        """Puts a verified, complete copy from `receive` into one of its owner's slots, the oldest but `keep`."""
+        header = copy.header
+        if copy in self._slots[copy.owner] or header is None:
+            return
+        slot = self.begin(copy.owner, header.iteration, keep, header.attempt)
+        slot.payload[:] = copy.payload
+        for index in range(slot.layout.num_blocks):
+            slot.table[index] = copy.table[index]
+        slot.commit()
+        copy.close()
 
     def commit(self, copy: Slot) -> None:
         copy.commit()
@@ -173,12 +209,12 @@ class NodeStore:
         headers = (slot.header for slot in self._slots[owner] if slot.is_complete)
         return [header.iteration for header in headers if header is not None]
 
-    def forget_after(self, iteration: int) -> None:
-        """Empties the slots of later iterations: after a rollback they belong to an abandoned future."""
+    def forget_after(self, iteration: int | None) -> None:
+        """Empties the slots of later iterations, None for all: after a rollback they belong to an abandoned future."""
         for slots in self._slots.values():
             for slot in slots:
                 header = slot.header
-                if header is None or header.iteration > iteration:
+                if header is None or iteration is None or header.iteration > iteration:
                     slot.abort()
 
     def read_manifest(self, owner: int) -> dict[str, Any]:
