@@ -1,9 +1,14 @@
-"""The errors a user may see, each with the exit code it ends a command with. Knows nothing else of the project."""
+"""The errors a user may see, each with the exit code it ends a command with, and notes. Knows nothing else of the
+project.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import sys
 from collections.abc import Iterable
+from functools import cache
 from typing import ClassVar
 
 
@@ -23,12 +28,23 @@ class StoreError(CapricornError):
     """A memory store that cannot be made, written or read."""
 
 
+class RecordError(CapricornError):
+    """What a run leaves cannot be written, so that to go on is of no use."""
+
+
 class TransportError(CapricornError):
     """A peer that cannot be reached, was refused, or did not answer in time."""
 
 
 class NoCompleteCheckpointError(CapricornError):
     """No iteration survives on every owner, so nothing can be restored."""
+
+
+@cache
+def note_once(text: str) -> None:
+    """Says on stderr, once in a process, what is no error and yet to be known."""
+    with contextlib.suppress(OSError):  # nobody can be told where stderr is closed or full
+        print(f"note: {text}", file=sys.stderr)
 
 
 def unknown_name(what: str, name: str, known: Iterable[str]) -> ConfigError:

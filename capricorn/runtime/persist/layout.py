@@ -18,6 +18,7 @@ from pydantic import Field, ValidationError
 
 from capricorn.config.fields import FrozenModel
 from capricorn.errors import ConfigError, StoreError
+from capricorn.files import open_file, read_bytes
 from capricorn.runtime.store.slot import checksum
 from capricorn.units import Bytes
 
@@ -90,7 +91,7 @@ class Manifest(FrozenModel):
             StoreError: it is not there, is damaged, or is of another format.
         """
         try:
-            found = cls.model_validate_json((folder / MANIFEST).read_bytes())
+            found = cls.model_validate_json(read_bytes(folder / MANIFEST))
         except OSError as error:
             raise StoreError(f"cannot read {folder / MANIFEST}: {error.strerror}") from None
         except (ValidationError, ConfigError, ValueError):
@@ -199,7 +200,7 @@ def _listed(root: Path) -> list[Path]:
 @contextmanager
 def mapped(path: Path) -> Iterator[memoryview]:
     """Yields the bytes of a file, which are read when they are looked at."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         if not size:
             yield memoryview(b"")
