@@ -1,9 +1,14 @@
-"""The errors a user may see, each with the exit code it ends a command with. Knows nothing else of the project."""
+"""The errors a user may see, each with the exit code it ends a command with, and notes. Knows nothing else of the
+project.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import sys
 from collections.abc import Iterable
+from functools import cache
 from typing import ClassVar
 
 
@@ -35,6 +40,10 @@ class StoreError(CapricornError):
     """A memory store that cannot be made, written or read."""
 
 
+class RecordError(CapricornError):
+    """What a run leaves cannot be written, so that to go on is of no use."""
+
+
 class TransportError(CapricornError):
     """A peer that cannot be reached, was refused, or did not answer in time."""
 
@@ -59,6 +68,13 @@ def in_words(error: BaseException) -> str:
     """Returns what went wrong in one line; an error that is not ours is named by its type as well."""
     text = " ".join(str(error).partition("\n")[0].split())
     return text if isinstance(error, CapricornError) else f"{type(error).__name__}: {text}".removesuffix(": ")
+
+
+@cache
+def note_once(text: str) -> None:
+    """Says on stderr, once in a process, what is no error and yet to be known."""
+    with contextlib.suppress(OSError):  # nobody can be told where stderr is closed or full
+        print(f"note: {text}", file=sys.stderr)
 
 
 def unknown_name(what: str, name: str, known: Iterable[str]) -> ConfigError:

@@ -17,7 +17,7 @@ from tests.support.sources import FOLDERS, ROOT, external, imports, module_name,
 
 LAYERS = (
     {"units", "errors"},
-    {"hooks", "topology", "process"},
+    {"hooks", "topology", "process", "files"},
     {"config"},
     {"records"},
     {"planner", "systems", "emulation"},

@@ -19,6 +19,7 @@ from pydantic import Field, ValidationError
 
 from capricorn.config.fields import FrozenModel
 from capricorn.errors import ConfigError, StoreError
+from capricorn.files import open_file, read_bytes
 from capricorn.runtime.store.slot import checksum
 from capricorn.units import Bytes
 
@@ -94,7 +95,7 @@ class Manifest(FrozenModel):
         """
         path = folder / MANIFEST
         try:
-            data = path.read_bytes()
+            data = read_bytes(path)
             fields = json.loads(data)
         except OSError as error:
             raise StoreError(f"cannot read {path}: {error.strerror}") from None
@@ -219,7 +220,7 @@ def _listed(root: Path) -> list[Path]:
 @contextmanager
 def mapped(path: Path) -> Iterator[memoryview]:
     """Yields the bytes of a file, which are read when they are looked at."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         if not size:
             yield memoryview(b"")
