@@ -13,7 +13,6 @@ The life of a fault; each is claimed once in a run, however often its ranks star
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from capricorn.emulation.testbed import NetworkBackend
 from capricorn.faults.corrupt import LossyRoutes
@@ -37,11 +36,6 @@ class RevertContext:
 
     job: Job
     testbed: NetworkBackend
-
-
-def persistent_folders(job: Job) -> list[Path]:
-    """Returns the folders whose files outlive the memory of the nodes."""
-    return [folder for folder in (job.persist_dir, job.files_dir) if folder is not None]
 
 
 def cgroup_name(job: Job, rank: int) -> str:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import secrets
 import shutil
 from collections.abc import Callable
@@ -182,6 +183,7 @@ def _make_job(
         storage_dir=storage_dir,
         files_dir=files_dir,
         persist_dir=tier_of(scenario, run_dir),
+        launcher=os.getpid(),
     )
 
 

@@ -39,6 +39,8 @@ class Job(FrozenModel):
     """The folder of the persistent tier, the same for all nodes; it stays after the run."""
     files_dir: Path | None = None
     """The folder for systems that write files, the same for all nodes; it goes with the run."""
+    launcher: int = 0
+    """The process of the launcher, from which all others come; 0 is not known."""
 
     def write(self) -> Path:
         path = self.run_dir / JOB
