@@ -6,6 +6,7 @@ The life of a fault; each is claimed once in a run, however often its ranks star
 |----------|------------------------|--------------------------------------------------------------------------------|
 | armed    | `FaultInjector`, ranks | at each start, by the rank that acts                                           |
 | claimed  | `FaultInjector`, ranks | at its moment; a file of the run folder, so that no later start claims it again |
+| prepared | `prepare`, ranks       | what goes on beside it is started, if anything                                 |
 | injected | `inject`, ranks        | right after its event was recorded; many kinds end the rank here               |
 | reverted | `Reverter`, launcher   | after `seconds`, when its node is replaced, or at the end if it outlives a run |
 """

@@ -1,5 +1,5 @@
 """What each built-in kind of fault does to the processes, memory, links and files of a run, from within the rank that
-acts.
+acts; and what has to be there before, whose time is none of the recovery.
 
 When it happens is the injector's affair; what of it is reverted, and when, is that of `revert`.
 """
@@ -34,6 +34,12 @@ from capricorn.planner.placement import groups_of
 from capricorn.units import Seconds
 
 FOR_GOOD_S: Final[Seconds] = 1e7
+
+
+def prepare(fault: FaultSpec, context: FaultContext) -> None:
+    """Starts what the fault needs beside it, if anything, before it counts as injected."""
+    if (make_ready := PREPARATIONS.get(fault.kind)) is not None:
+        make_ready(fault, context)
 
 
 def inject(fault: FaultSpec, context: FaultContext) -> None:
@@ -132,19 +138,17 @@ def _swap(fault: FaultSpec, context: FaultContext) -> None:
     cgroup.swap_out(cgroup.make(cgroup_name(context.job, context.rank)))
 
 
-def _take_ports(fault: FaultSpec, context: FaultContext) -> None:
-    """Has a port squatter wait for every port this process listens on, and kills this process."""
+def _start_squatter(fault: FaultSpec, context: FaultContext) -> None:
+    """Has a port squatter wait for every port this process listens on."""
     connections = psutil.Process().net_connections(kind="inet")
     ports = sorted({(each.laddr.ip, each.laddr.port) for each in connections if each.status == psutil.CONN_LISTEN})
     start_helper(context.job, port_squatter.__name__, json.dumps(ports))
-    _kill_self()
 
 
-def _have_neighbour(fault: FaultSpec, context: FaultContext) -> None:
-    """Lets another run's stores come and go, or a second job train, and kills this process in the midst of it."""
+def _start_neighbour(fault: FaultSpec, context: FaultContext) -> None:
+    """Lets another run's stores come and go, or a second job train."""
     job = context.job
     start_helper(job, neighbour.__name__, fault.where, str(job.store_dir.parent), str(job.run_dir / neighbour.RUNS))
-    _kill_self()
 
 
 # --- links -------------------------------------------------------------------------------------------------------
@@ -208,7 +212,10 @@ INJECTIONS: Final[Mapping[str, Callable[[FaultSpec, FaultContext], None]]] = Map
     "kill": _kill, "kill-all": _kill_all, "node-loss": _lose_node, "group-loss": _lose_group, "stop": _stop,
     "slow-link": _slow_link, "partition": _partition, "corrupt": _damage, "truncate": _damage,
     "torn-commit": _tear_commit, "tmpfs-full": _fill_memory, "disk-full": _fill_disk, "disk-slow": _slow_disk,
-    "port-taken": _take_ports, "clock-jump": _jump_clock, "oom": _run_out_of_memory,
+    "port-taken": _kill, "clock-jump": _jump_clock, "oom": _run_out_of_memory,
     "swap": _swap, "pause": _pause, "fork-server": _lose_fork_server, "records-full": _fill_records,
-    "neighbour": _have_neighbour,
+    "neighbour": _kill,
+})  # fmt: skip
+PREPARATIONS: Final[Mapping[str, Callable[[FaultSpec, FaultContext], None]]] = MappingProxyType({
+    "port-taken": _start_squatter, "neighbour": _start_neighbour,
 })  # fmt: skip

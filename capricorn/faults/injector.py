@@ -13,7 +13,7 @@ from pathlib import Path
 from capricorn.config.fault_kinds import kind_of
 from capricorn.config.fault_spec import FaultSpec
 from capricorn.faults.context import FaultContext
-from capricorn.faults.inject import inject
+from capricorn.faults.inject import inject, prepare
 from capricorn.faults.persisted import PersistedWait, persisted_in
 from capricorn.hooks import OpKey, TrainerHook, matches_op
 from capricorn.records.job_file import FAULTS, Job
@@ -84,6 +84,7 @@ class FaultInjector(TrainerHook):
         # Nodes that are lost at the same moment are lost together: whoever comes first takes the others along.
         others = [each for number, each in enumerate(self._job.scenario.faults) if _is_lost_with(each, fault)
                   and number != index and self._claim(number)]  # fmt: skip
+        prepare(fault, self._context)
         for each in (*others, fault):
             self._tell(each)
         for each in (*others, fault):

@@ -25,7 +25,7 @@ from capricorn.errors import ConfigError
 from capricorn.faults import filler_file
 from capricorn.faults import memory_cgroup as cgroup
 from capricorn.faults.context import FaultContext, cgroup_name
-from capricorn.faults.inject import inject
+from capricorn.faults.inject import inject, prepare
 from capricorn.faults.process_registry import register_worker, registered
 from capricorn.faults.revert import Reverter
 from capricorn.records.job_file import Job
@@ -153,6 +153,12 @@ def groups(job: Job) -> list[Path]:
     return list(Path("/sys/fs/cgroup").rglob(cgroup_name(job, 1)))
 
 
+def beside(job: Job, text: str) -> None:
+    """Injects a fault of rank 1 beside which something goes on."""
+    prepare(fault(text), FaultContext(job, 1))
+    inject(fault(text), FaultContext(job, 1))
+
+
 def test_a_port_squatter_takes_the_ports_of_a_dead_worker_and_goes_with_the_run(tmp_path: Path) -> None:
     job = make_job(tmp_path)
     lock = (job.store_dir / "lock").open("w")
@@ -160,7 +166,7 @@ def test_a_port_squatter_takes_the_ports_of_a_dead_worker_and_goes_with_the_run(
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     taken = "port-taken@rank=1,iteration=3"
-    assert in_child(lambda: inject(fault(taken), FaultContext(job, 1))) == -signal.SIGKILL
+    assert in_child(lambda: beside(job, taken)) == -signal.SIGKILL
     listener.close()
     assert any(answers(port) for _ in polls(DEADLINE_S))
     reverter = Reverter(job, Loopback())
@@ -190,7 +196,7 @@ def test_a_neighbours_stores_come_and_go_until_the_end_of_the_run_and_none_is_le
     lock = (job.store_dir / "lock").open("w")
     fcntl.flock(lock, fcntl.LOCK_EX)
     text = "neighbour@rank=1,iteration=3,where=stores"
-    assert in_child(lambda: inject(fault(text), FaultContext(job, 1))) == -signal.SIGKILL
+    assert in_child(lambda: beside(job, text)) == -signal.SIGKILL
     seen: set[str] = set()
     for _ in polls(DEADLINE_S, every_s=0.0):
         seen |= {path.name for path in tmp_path.glob("capricorn-neighbour-*")}
