@@ -26,9 +26,11 @@ SHARED = ("profile_iterations=2", "mu=0.9")
 """Options of the systems that have them, so that Gemini checkpoints in runs as short as these; --set goes before."""
 ALWAYS = ("model", "iterations", "seed")
 """Options that a command which repeats a case always names."""
-OF_CASES = {"kinds": "--kinds", "count": "--count", "faults": "--fault", "repeats": "--repeats", "repro": "--repro",
-            "number": "--case"}  # fmt: skip
+OF_CASES = {"kinds": "--kinds", "count": "--count", "shapes": "--shapes", "faults": "--fault", "repeats": "--repeats",
+            "repro": "--repro", "number": "--case"}  # fmt: skip
 """Options of a campaign of single cases, which failures at random times have none of."""
+
+NOT_WITH_SHAPES = {"nodes": "--nodes", "ranks_per_node": "--ranks-per-node", "nnodes": "--nnodes", "faults": "--fault"}
 
 SCENARIO = PARAMETERS - {SYSTEM_PARAMETER, "faults"}
 """Parameters that say what is trained, where and how."""
@@ -62,6 +64,8 @@ def planned(context: click.Context) -> CampaignRecord:
     )
     if options["mtbf"] is not None:
         return _with_economics(record, context)
+    if options["shapes"]:
+        _check_shapes(context)
     return _with_cases(record, options)
 
 
@@ -86,10 +90,19 @@ def _with_economics(record: CampaignRecord, context: click.Context) -> CampaignR
     return record.model_copy(update={"economics": economics})
 
 
+def _check_shapes(context: click.Context) -> None:
+    for name, option in NOT_WITH_SHAPES.items():
+        if name in given(context):
+            raise ConfigError(f"--shapes says on which nodes drawn failures come; leave out {option}")
+
+
 def _with_cases(record: CampaignRecord, options: Mapping[str, Any]) -> CampaignRecord:
     explicit = tuple(map(FaultSpec.parse, options["faults"]))
     kinds = check_kinds(tuple(fault.kind for fault in explicit) or options["kinds"])
-    scenarios, refused = make_testbeds(record.scenarios[AS_CONFIGURED], kinds, options["assignments"])
+    shapes = tuple(options["shapes"])
+    scenarios, refused = make_testbeds(
+        record.scenarios[AS_CONFIGURED], kinds, options["assignments"], shapes, is_drawn=not explicit
+    )
     asked = Asked(
         options=record.options,
         scenarios=scenarios,
@@ -99,6 +112,7 @@ def _with_cases(record: CampaignRecord, options: Mapping[str, Any]) -> CampaignR
         num_drawn=options["count"],
         repeats=options["repeats"],
         refused=refused,
+        shapes=shapes,
     )
     cases, not_run = plan_cases(asked)
     return record.model_copy(

@@ -33,8 +33,9 @@ class FaultSpec(SettingsModel):
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, values: dict[str, object]) -> dict[str, object]:
+        """Fills in what is left out or empty, as the kind says: a record may be older than a key of its kind."""
         kind = KINDS.get(str(values.get("kind")))
-        return values if kind is None else {**kind.defaults, **values}
+        return values if kind is None else kind.defaults | {k: v for k, v in values.items() if v not in ("", None)}
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -74,6 +75,11 @@ class FaultSpec(SettingsModel):
     def hits_persistent_tier(self) -> bool:
         """Whether it damages what lies on the persistent tier, or leaves nothing else."""
         return kind_of(self.kind).hits_persistent_tier or self.where == DISK
+
+    @property
+    def num_persisted(self) -> int:
+        """How many checkpoints must be persisted when it comes, so that one is left to be tried."""
+        return 2 if self.where == DISK else int(self.hits_persistent_tier)
 
     def _check_fits(self, kind: FaultKind) -> None:
         """Raises ConfigError for a key or a place that the kind does not take."""

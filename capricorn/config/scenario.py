@@ -359,10 +359,10 @@ def ops_of(model: ModelConfig) -> list[OpKey]:
 
 
 def _check_fault(fault: FaultSpec, topology: Topology, model: ModelConfig, iterations: int) -> None:
-    can_strike = fault.op in MOMENTS or any(
+    can_come = fault.op in MOMENTS or any(
         matches_op(fault.op, op, edge) for op in ops_of(model) for edge in ("begin", "end")
     )
-    check(can_strike, f"fault {fault} can never strike: {model.name} has no such op")
+    check(can_come, f"fault {fault} can never be triggered: {model.name} has no such op")
     if fault.rank is not None:
         check(fault.rank < topology.world_size, f"fault {fault} names rank {fault.rank} of {topology.world_size}")
     if fault.node is not None:

@@ -19,6 +19,7 @@ came. Knows no torch; what trains are the ranks.
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import shutil
 from collections.abc import Callable
@@ -192,6 +193,7 @@ def _make_job(
         storage_dir=storage_dir,
         files_dir=files_dir,
         persist_dir=tier_of(scenario, run_dir),
+        launcher=os.getpid(),
     )
 
 

@@ -61,8 +61,8 @@ def verdict(summary: Summary, scenario: Scenario) -> str:
         faults.append("no checkpoint became complete")
     elif summary["effective"] < summary["requested"]:
         faults.append(f"effective checkpoints {summary['effective']} of {summary['requested']} requested")
-    if summary["faults_struck"] < len(scenario.faults) and not scenario.launch.nnodes:
-        faults.append(f"faults that struck {summary['faults_struck']} of {len(scenario.faults)}")
+    if summary["faults_triggered"] < len(scenario.faults) and not scenario.launch.nnodes:
+        faults.append(f"faults that were triggered {summary['faults_triggered']} of {len(scenario.faults)}")
     is_measured = scenario.cluster.is_measured
     faults += fidelity_faults(summary, "give longer ops" if is_measured else "set cluster.iteration_s higher")
     return "; ".join(faults) or "ok"
@@ -132,7 +132,7 @@ def _recoveries(run: RunSamples) -> Summary:
         "recoveries": len(run.recoveries),
         "lost_iterations": sum(recovery.lost_iterations for recovery in run.recoveries),
         "recovery_s": float(sum(seconds for recovery in run.recoveries for seconds in recovery.phases_s.values())),
-        "faults_struck": len(injected(run.events)),
+        "faults_triggered": len(injected(run.events)),
     }
 
 
