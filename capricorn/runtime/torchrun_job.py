@@ -74,7 +74,7 @@ def join_job(
     except KeyError as error:
         raise ConfigError(f"{error.args[0]} is not set; start the job with torchrun") from None
     if (world := dist.group.WORLD) is None:
-        raise ConfigError("there is no process group; call torch.distributed.init_process_group before join_job")
+        raise ConfigError("there is no process group; call init_process_group before join_job")
     with waiting_for(world, "a group of all ranks for checkpoints"):
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     topology = Topology(dist.get_world_size() // local_size, local_size)
