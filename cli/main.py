@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -15,6 +16,7 @@ from capricorn.errors import CapricornError
 from .output import HELP, PROGRAM
 
 INTERRUPTED = 130
+STDERR = 2
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "run": (".run:run", "Train one model under one system, and record what happens"),
     "compare": (".compare:compare", "Compare systems on the same work, or finished runs"),
@@ -62,11 +64,19 @@ for _name, (_, _help) in COMMANDS.items():
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line and exits: 0 done, 1 failed, 2 the user's mistake, 130 interrupted."""
+    _hold_standard_descriptors()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A character that the terminal or a path's encoding lacks is no reason to end a run.
             stream.reconfigure(errors="replace")
     sys.exit(_exit_code(arguments))
+
+
+def _hold_standard_descriptors() -> None:
+    """Opens those of descriptors 0 to 2 that are closed: else a file of ours got the number, and was printed into."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= STDERR:
+        pass
+    os.close(descriptor)
 
 
 def _exit_code(arguments: Sequence[str] | None) -> int:

@@ -108,7 +108,7 @@ class ReplicatingSystem(CheckpointSystem):
         self._commit_tracker = CommitTracker[ReplicatedSave](job.control_group)
         persistent_tier = None
         if job.persist_dir is not None:
-            persistent_tier = PersistentTier(job, job.persist_dir, store, state.entries)
+            persistent_tier = PersistentTier(job, job.persist_dir, store, state)
         mine = [job.rank, *owners]
         self._recovery = Recovery(job.rank, job.control_group, store, mine, self._links, job.attempt, persistent_tier)
         self._persister.start()

@@ -25,6 +25,16 @@ Values = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
+class SavedValues:
+    """The small values in a checkpoint of the persistent tier, which any number of ranks may have saved."""
+
+    iteration: int
+    world_size: int
+    of_rank: Callable[[int], Values]
+    """Reads and verifies those of one of these ranks."""
+
+
+@dataclass(frozen=True, slots=True)
 class StateEntry:
     """A named tensor and its place in the shard."""
 
@@ -70,6 +80,7 @@ class FlatState:
         capture: Callable[[], Values] = dict,
         publish: Callable[[Values], None] = lambda values: None,
         aliases: Mapping[str, str] | None = None,
+        reshard: Callable[[SavedValues], Values] | None = None,
     ) -> None:
         """Lays the state out.
 
@@ -78,11 +89,14 @@ class FlatState:
             capture: yields the small values (RNG, position, schedule), with the same names and sizes each time.
             publish: called after a restore with the restored small values, to make them and the tensors effective.
             aliases: further names of tensors, for the manifest.
+            reshard: yields this rank's small values from those in the persistent tier, or raises ConfigError if they
+                cannot be gone on from; by default they are taken as they are, and only by as many ranks.
 
         Raises:
             ConfigError: two tensors share part of their memory, or one is of a kind that cannot be copied as bytes.
         """
         self._capture, self._publish = capture, publish
+        self.reshard = reshard
         self._values = {key: value.detach().clone() for key, value in capture().items()}
         self.aliases = dict(aliases or {})
         self.entries: list[StateEntry] = []

@@ -7,8 +7,7 @@ compared. Knows no live state.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,7 +27,7 @@ from capricorn.errors import ConfigError, StoreError
 from capricorn.runtime.persist.layout import VALUE, Manifest, Stored, damage_of, hash_of, key_of
 from capricorn.runtime.save.staging import payload_of
 from capricorn.runtime.store.slot import Slot, checksum
-from capricorn.systems.flat_state import StateEntry, flat_bytes
+from capricorn.systems.flat_state import FlatState, SavedValues, StateEntry, Values, flat_bytes
 
 FLAT: Final = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
 """Settings of the library's planners: our tensors are named and whole already."""
@@ -42,21 +41,13 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return flat_bytes(tensor).numpy().data
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """The tensors of a checkpoint that make up the state of a rank."""
+def select(state: FlatState, manifest: Manifest, rank: int, world_size: int) -> dict[str, str]:
+    """Returns, by key of the state, the key in the checkpoint of the tensor that a rank takes.
 
-    sources: dict[str, str] = field(default_factory=dict)
-    """By key of the state: the key in the checkpoint."""
-    derived: dict[str, StateEntry] = field(default_factory=dict)
-    """Small values that depend on the number of ranks, which is another now."""
-
-
-def select(entries: Sequence[StateEntry], manifest: Manifest, rank: int, world_size: int) -> Selection:
-    """Returns the tensors that a rank takes.
+    Small values that the state reshards itself are left out.
 
     Args:
-        entries: of the rank's state.
+        state: of the rank.
         manifest: of the checkpoint.
         rank: that takes them.
         world_size: number of ranks of now.
@@ -64,26 +55,24 @@ def select(entries: Sequence[StateEntry], manifest: Manifest, rank: int, world_s
     Raises:
         ConfigError: the checkpoint is of another model, or cannot be spread over that many ranks.
     """
-    selection, missing, stacks = Selection(), [], _stacks(manifest)
-    for entry in entries:
-        if entry.key.startswith(VALUE) and world_size != manifest.world_size:
-            selection.derived[entry.key] = entry
+    sources, missing, stacks = dict[str, str](), [], _stacks(manifest)
+    for entry in state.entries:
+        if entry.key.startswith(VALUE) and state.reshard is not None:
             continue
+        if entry.key.startswith(VALUE) and world_size != manifest.world_size:
+            raise ConfigError(f"it is of {manifest.world_size} ranks, and {entry.key} has no meaning on {world_size}")
         source = _source(key_of(entry.key, rank), manifest, stacks)
         stored = manifest.tensors.get(source)
         if stored is None or (stored.dtype, stored.shape) != (entry.dtype, entry.shape):
             missing.append(f"{source} ({entry.dtype} {list(entry.shape)})")
         else:
-            selection.sources[entry.key] = source
+            sources[entry.key] = source
     if missing:
         raise ConfigError(
-            f"it is of another model: {len(missing)} of {len(entries)} tensors of rank {rank} are not in it, "
+            f"it is of another model: {len(missing)} of {len(state.entries)} tensors of rank {rank} are not in it, "
             f"first {', '.join(missing[:3])}"
         )
-    unknown = sorted(selection.derived.keys() - {f"{VALUE}{name}" for name in DERIVED})
-    if unknown:
-        raise ConfigError(f"it is of {manifest.world_size} ranks, and {unknown[0]} has no meaning on {world_size}")
-    return selection
+    return sources
 
 
 def num_lasting(keys: Iterable[str]) -> int:
@@ -113,36 +102,25 @@ def _source(key: str, manifest: Manifest, stacks: Mapping[tuple[str, str], list[
     return over[0] if agree else key
 
 
-def load_into(
-    slot: Slot,
-    entries: Sequence[StateEntry],
-    selection: Selection,
-    folder: Path,
-    manifest: Manifest,
-    rank: int,
-    world_size: int,
-) -> None:
+def load_into(slot: Slot, state: FlatState, sources: Mapping[str, str], folder: Path, manifest: Manifest) -> None:
     """Fills the payload and the table of a begun slot, and leaves it to be committed.
 
     Args:
         slot: begun for the iteration of the checkpoint.
-        entries: of the rank's state.
-        selection: which tensors it takes.
+        state: of the rank, of which nothing live is touched.
+        sources: which tensors it takes, see `select`.
         folder: of the checkpoint.
         manifest: of the checkpoint.
-        rank: whose state it is.
-        world_size: number of ranks of now.
 
     Raises:
         StoreError: something that is needed is damaged.
-        ConfigError: the checkpoint cannot be spread over that many ranks.
+        ConfigError: its small values cannot be gone on from.
     """
     payload_B = payload_of(slot)
-    places = {entry.key: _place(payload_B, entry) for entry in entries}
-    wanted = {selection.sources[key]: place for key, place in places.items() if key in selection.sources}
-    read(folder, manifest, wanted)
-    if selection.derived:
-        _derive(selection, places, folder, manifest, rank, world_size)
+    places = {entry.key: _place(payload_B, entry) for entry in state.entries}
+    if state.reshard is not None:
+        _put(state.reshard(_saved_values(folder, manifest)), places)
+    read(folder, manifest, {source: places[key] for key, source in sources.items()})
     for index in range(slot.layout.num_blocks):
         slot.table[index] = checksum(slot.payload[slot.layout.block(index)])
 
@@ -203,55 +181,33 @@ def _outline(stored: Stored) -> TensorStorageMetadata:
     return TensorStorageMetadata(properties, size, [ChunkStorageMetadata(torch.Size([0] * len(size)), size)])
 
 
-# --- another number of ranks -------------------------------------------------------------------------------------
+# --- small values ------------------------------------------------------------------------------------------------
 
 
-def _position(saved: Tensor, manifest: Manifest, rank: int, world_size: int) -> Tensor:
-    """Returns the number of batches that each rank has read, so that the next is the first that nobody has read.
+def _put(values: Values, places: Mapping[str, Tensor]) -> None:
+    """Copies small values to their places.
 
     Raises:
-        ConfigError: there is no such number.
+        ConfigError: one is missing, or of another kind than in this job.
     """
-    batches = int(saved) * manifest.world_size
-    if batches % world_size:
-        raise ConfigError(
-            f"{manifest.world_size} ranks have read {batches} batches, which {world_size} ranks cannot share; "
-            f"use a number of ranks that divides {batches}, or another iteration"
-        )
-    return torch.tensor(batches // world_size, dtype=saved.dtype)
+    for key, place in places.items():
+        if not key.startswith(VALUE):
+            continue
+        value = values.get(key.removeprefix(VALUE))
+        if value is None or (value.dtype, value.shape) != (place.dtype, place.shape):
+            there = "missing" if value is None else f"{value.dtype} {list(value.shape)}"
+            raise ConfigError(f"{key} is {place.dtype} {list(place.shape)} in this job, and {there} in it")
+        place.copy_(value)
 
 
-def _seed(saved: Tensor, manifest: Manifest, rank: int) -> int:
-    """Returns a seed made of the random state of rank 0, and so of the training's seed, the iteration and the rank."""
-    return checksum(bytes(bytes_of(saved)) + f"{manifest.iteration} {rank}".encode()) >> 1
+def _saved_values(folder: Path, manifest: Manifest) -> SavedValues:
+    """Returns the small values of a checkpoint, which are read when they are asked for."""
 
+    def of_rank(rank: int) -> Values:
+        prefix = key_of(VALUE, rank)
+        stored = {key: each for key, each in manifest.tensors.items() if key.startswith(prefix)}
+        found = {key: torch.empty(each.shape, dtype=getattr(torch, each.dtype)) for key, each in stored.items()}
+        read(folder, manifest, found)
+        return {key.removeprefix(prefix): value for key, value in found.items()}
 
-def _rng(saved: Tensor, manifest: Manifest, rank: int, world_size: int) -> Tensor:
-    return torch.Generator().manual_seed(_seed(saved, manifest, rank)).get_state()
-
-
-def _cuda_rng(saved: Tensor, manifest: Manifest, rank: int, world_size: int) -> Tensor:
-    # Seed and offset, as CUDA's generators have them.
-    return torch.tensor([_seed(saved, manifest, rank), 0]).view(torch.uint8)
-
-
-DERIVED: Final[Mapping[str, tuple[str, Callable[[Tensor, Manifest, int, int], Tensor]]]] = {
-    "position": ("position", _position),
-    "rng": ("rng", _rng),
-    "cuda_rng": ("rng", _cuda_rng),
-}
-"""By small value: which one of rank 0 it is made from on another number of ranks, and how."""
-
-
-def _derive(
-    selection: Selection, places: Mapping[str, Tensor], folder: Path, manifest: Manifest, rank: int, world_size: int
-) -> None:
-    for key in selection.derived:
-        name, rule = DERIVED[key.removeprefix(VALUE)]
-        source = key_of(f"{VALUE}{name}", 0)
-        if source not in manifest.tensors:
-            raise ConfigError(f"it has no {source}, of which {key} is made on another number of ranks")
-        stored = manifest.tensors[source]
-        saved = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
-        read(folder, manifest, {source: saved})
-        places[key].copy_(rule(saved, manifest, rank, world_size))
+    return SavedValues(manifest.iteration, manifest.world_size, of_rank)

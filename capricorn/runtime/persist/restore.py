@@ -5,7 +5,6 @@ Collective; nothing live is touched.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -14,7 +13,7 @@ from capricorn.runtime.comm.collectives import gather_texts, maximum, total
 from capricorn.runtime.persist.layout import Manifest, folder_of, iterations_in
 from capricorn.runtime.persist.load import load_into, num_lasting, select
 from capricorn.runtime.store.node_store import NodeStore
-from capricorn.systems.flat_state import StateEntry
+from capricorn.systems.flat_state import FlatState
 from capricorn.systems.interface import JobContext
 
 _TEXT_BYTES: Final = 1024
@@ -25,16 +24,16 @@ _WHOLE, _UNFIT = "whole ", "unfit "
 class PersistentTier:
     """The checkpoints of the persistent tier, as one rank finds them."""
 
-    def __init__(self, job: JobContext, root: Path, store: NodeStore, entries: Sequence[StateEntry]) -> None:
+    def __init__(self, job: JobContext, root: Path, store: NodeStore, state: FlatState) -> None:
         """Looks at nothing yet.
 
         Args:
             job: who and where this rank is.
             root: the folder of the persistent tier.
             store: of this node, into whose slots checkpoints are loaded.
-            entries: of this rank's state.
+            state: of this rank.
         """
-        self._root, self._store, self._entries = root, store, entries
+        self._root, self._store, self._state = root, store, state
         self._rank, self._group, self._attempt = job.rank, job.control_group, job.attempt
         self._world_size = job.topology.world_size
         self._refused: set[int] = set()
@@ -61,14 +60,14 @@ class PersistentTier:
         num_taken, answer = 0, ""
         try:
             manifest = Manifest.read(folder)
-            selection = select(self._entries, manifest, self._rank, self._world_size)
-            load_into(slot, self._entries, selection, folder, manifest, self._rank, self._world_size)
+            sources = select(self._state, manifest, self._rank, self._world_size)
+            load_into(slot, self._state, sources, folder, manifest)
         except ConfigError as error:
             answer = f"{_UNFIT}{error}"
         except StoreError as error:
             answer = str(error)
         else:
-            num_taken, answer = num_lasting(selection.sources.values()), f"{_WHOLE}{manifest.seal}"
+            num_taken, answer = num_lasting(sources.values()), f"{_WHOLE}{manifest.seal}"
         answers, num_taken = gather_texts(self._group, answer, _TEXT_BYTES), total(self._group, num_taken)
         if len(set(answers)) == 1 and answer.startswith(_WHOLE):
             num_left = num_lasting(manifest.tensors) - num_taken
