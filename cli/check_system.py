@@ -17,7 +17,7 @@ from capricorn.systems.settings import OPTIONS
 
 from .options import json_option
 from .output import console, print_json
-from .values import KINDS_OF_VALUE
+from .values import KINDS_OF_VALUE, FiniteRange
 
 if TYPE_CHECKING:
     from capricorn.conformance.rules import Rule, RuleResult
@@ -35,7 +35,7 @@ TIMEOUT_S = 5.0
 @click.option(
     "--timeout",
     "timeout_s",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     default=TIMEOUT_S,
     show_default=True,
     metavar="SECONDS",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,14 @@ from capricorn.campaign.campaign_record import (
 from capricorn.compare.compare_record import alone_in
 from capricorn.config.fault_spec import FaultSpec
 from capricorn.errors import ConfigError
+from capricorn.files import write_text
 
 from .campaign_plan import planned
 from .experiment import refuse_given
 from .options import command, listed, output_options, systems_option, unresolved_options
 from .output import PROGRAM, console, print_json
 from .run import make_folder
-from .values import KIND_LIST, WholeNumber
+from .values import KIND_LIST, FiniteRange, WholeNumber
 
 DEFAULTS = {"model": "mixtral-tiny", "iterations": 12, "warmup": 0}
 DEFAULT_SYSTEMS, DEFAULT_COUNT = "capricorn", 16
@@ -45,7 +47,7 @@ def _duration(context: click.Context, parameter: click.Parameter, text: str | No
         return None
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|min|h)\s*", text)
     seconds = float(match[1]) * _TIME_UNITS[match[2]] if match else 0.0
-    if seconds <= 0:
+    if not 0 < seconds < inf:
         raise ConfigError(f"--mtbf {text!r} is no time; write it as in 30s, 5min or 1h")
     return seconds
 
@@ -83,7 +85,7 @@ def _duration(context: click.Context, parameter: click.Parameter, text: str | No
 )
 @click.option(
     "--node-loss-frac",
-    type=click.FloatRange(0, 1),
+    type=FiniteRange(0, 1),
     default=0.1,
     show_default=True,
     metavar="PART",
@@ -212,7 +214,7 @@ def _show(folder: Path, record: CampaignRecord, *, as_json: bool, quiet: bool) -
 
     economics = record.economics
     text = campaign_markdown(record) if economics is None else economics_markdown(economics)
-    (folder / REPORT).write_text(text, encoding="utf-8")
+    write_text(folder / REPORT, text)
     if as_json:
         print_json(campaign_json(record))
         return

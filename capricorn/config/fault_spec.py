@@ -11,14 +11,14 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from capricorn.config.fault_kinds import DISK, KINDS, FaultKind, Target, kind_of
-from capricorn.config.fields import FrozenModel, check, validate
+from capricorn.config.fields import SettingsModel, check, validate
 from capricorn.config.own_code import absolute
 from capricorn.errors import ConfigError
 from capricorn.hooks import parse_moment
 from capricorn.units import Seconds
 
 
-class FaultSpec(FrozenModel):
+class FaultSpec(SettingsModel):
     """One fault: what, to whom, in which iteration, at which moment."""
 
     kind: str

@@ -6,7 +6,6 @@ Knows when and who acts; what a fault does is told in `inject`, and the life of 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 
 from capricorn.config.fault_kinds import kind_of
@@ -98,7 +97,7 @@ class FaultInjector(TrainerHook):
     def _tell(self, fault: FaultSpec) -> None:
         event = EventSample(
             event="fault",
-            at_s=time.time(),
+            at_s=self._job.now_s(),
             attempt=self._attempt,
             rank=self._rank,
             iteration=self._iteration,

@@ -242,5 +242,5 @@ class ForkedNodes:
         self._record_failure(self._topology.ranks_of(node).start, f"node {node} {why}")
 
     def _record_failure(self, rank: int, detail: str) -> None:
-        event = EventSample(event="failed", at_s=time.time(), attempt=self._attempt, rank=rank, detail=detail)
+        event = EventSample(event="failed", at_s=self._job.now_s(), attempt=self._attempt, rank=rank, detail=detail)
         append(self._job.run_dir / EVENTS, event)

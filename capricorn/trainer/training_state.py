@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
@@ -58,7 +60,8 @@ def _reshard(saved: SavedValues, batches: Batches, device: torch.device) -> Valu
         ConfigError: the sequences are others, so that the position would mean something else.
     """
     first = saved.of_rank(0)
-    if "rng" not in first or not {"sequences", "position"} & first.keys():
+    is_of_training = isinstance(first, Mapping) and isinstance(first.get("rng"), Tensor)
+    if not is_of_training or not {"sequences", "position"} & first.keys():
         raise ConfigError("it has no random state and data position of a run")
     _check_same_data(first, batches)
     is_as_saved = saved.world_size == batches.world_size

@@ -145,7 +145,7 @@ def sums_of(tensors: Mapping[str, Stored]) -> dict[str, str]:
 
 
 def writers(live: LiveRun) -> list[psutil.Process]:
-    return [process for process in live.processes() if "persist_process" in command_of(process)]
+    return [process for process in live.processes() if "writer_process" in command_of(process)]
 
 
 def ranks(live: LiveRun) -> list[psutil.Process]:

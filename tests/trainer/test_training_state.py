@@ -115,7 +115,7 @@ def test_a_checkpoint_of_an_earlier_version_counted_the_batches_of_each_rank(tmp
         assert (rng_of(taken) == rng_of(saved.of_rank(0))) == (num_ranks == 3)
 
 
-@pytest.mark.parametrize("cut", [lambda values: {}, lambda values: {"rng": values["rng"]}])
+@pytest.mark.parametrize("cut", [lambda values: {}, lambda values: {"rng": values["rng"]}, lambda values: 7])
 def test_a_checkpoint_that_is_of_no_such_training_is_refused(
     tmp_path: Path, cut: Callable[[Values], Values]
 ) -> None:  # fmt: skip

@@ -6,8 +6,9 @@ compared. Knows no live state.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,10 +25,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from capricorn.errors import ConfigError, StoreError
-from capricorn.runtime.persist.layout import VALUE, Manifest, Stored, damage_of, hash_of, key_of
+from capricorn.runtime.persist.layout import VALUE, Manifest, Stored, damage_of, hash_of, value_key
 from capricorn.runtime.save.staging import payload_of
 from capricorn.runtime.store.slot import Slot, checksum
-from capricorn.systems.flat_state import FlatState, SavedValues, StateEntry, Values, flat_bytes
+from capricorn.systems.flat_state import VALUES, FlatState, SavedValues, StateEntry
+from capricorn.systems.small_values import TREE, Encoded, join
+from capricorn.systems.tensor_bytes import DTYPES, flat_bytes
 
 FLAT: Final = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
 """Settings of the library's planners: our tensors are named and whole already."""
@@ -41,43 +44,102 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return flat_bytes(tensor).numpy().data
 
 
-def select(state: FlatState, manifest: Manifest, rank: int, world_size: int) -> dict[str, str]:
-    """Returns, by key of the state, the key in the checkpoint of the tensor that a rank takes.
+def select(entries: Sequence[StateEntry], manifest: Manifest, rank: int) -> tuple[dict[str, str], list[str]]:
+    """Returns, by key of the state, the key in the checkpoint of the tensor that a rank takes; and what does not fit.
 
-    Small values that the state reshards itself are left out.
+    Args:
+        entries: of the rank's state.
+        manifest: of the checkpoint.
+        rank: that takes them.
+    """
+    sources: dict[str, str] = {}
+    problems, stacks = [], _stacks(manifest)
+    for entry in entries:
+        if entry.is_values:
+            continue
+        source, what = _source(entry.key, manifest, stacks), f"{entry.dtype} {list(entry.shape)}"
+        stored = manifest.tensors.get(source)
+        if stored is None:
+            problems.append(f"{source} ({what}) is new")
+        elif (stored.dtype, stored.shape) != (entry.dtype, entry.shape):
+            problems.append(f"{source} was {_described(stored)} and is {what}")
+        else:
+            sources[entry.key] = source
+    of_rank = rank if rank < manifest.world_size else 0
+    has_values, had_values = any(entry.is_values for entry in entries), bool(_values_in(manifest, of_rank))
+    if has_values != had_values:
+        problems.append(f"{value_key(rank, '')} (small values) is {'new' if has_values else 'missing'}")
+    return sources, problems
+
+
+def missing(manifest: Manifest, taken: Iterable[bool]) -> list[str]:
+    """Returns in words which lasting tensors of a checkpoint nobody has taken; `taken` is in the order of `lasting`."""
+    left = [key for key, is_taken in zip(lasting(manifest), taken, strict=True) if not is_taken]
+    return [f"{key} ({_described(manifest.tensors[key])}) is missing" for key in left]
+
+
+def lasting(manifest: Manifest) -> list[str]:
+    """Returns the keys of all tensors that do not depend on the number of ranks."""
+    return [key for key in manifest.tensors if not key.startswith(STEP) and VALUE.fullmatch(key) is None]
+
+
+def _described(stored: Stored) -> str:
+    return f"{stored.dtype} {list(stored.shape)}"
+
+
+def small_values_of(state: FlatState, folder: Path, manifest: Manifest, rank: int, world_size: int) -> Any:
+    """Returns the small values that a rank takes: what its state makes of those that were saved, or those themselves.
 
     Args:
         state: of the rank.
+        folder: of the checkpoint.
         manifest: of the checkpoint.
         rank: that takes them.
         world_size: number of ranks of now.
 
     Raises:
-        ConfigError: the checkpoint is of another model, or cannot be spread over that many ranks.
+        StoreError: they are damaged.
+        ConfigError: they cannot be gone on from, or have no meaning on another number of ranks.
     """
-    sources, missing, stacks = dict[str, str](), [], _stacks(manifest)
-    for entry in state.entries:
-        if entry.key.startswith(VALUE) and state.reshard is not None:
-            continue
-        if entry.key.startswith(VALUE) and world_size != manifest.world_size:
-            raise ConfigError(f"it is of {manifest.world_size} ranks, and {entry.key} has no meaning on {world_size}")
-        source = _source(key_of(entry.key, rank), manifest, stacks)
-        stored = manifest.tensors.get(source)
-        if stored is None or (stored.dtype, stored.shape) != (entry.dtype, entry.shape):
-            missing.append(f"{source} ({entry.dtype} {list(entry.shape)})")
-        else:
-            sources[entry.key] = source
-    if missing:
+
+    def of_rank(saved: int) -> Any:
+        return _read_values(folder, manifest, saved)
+
+    if state.reshard is not None:
+        return state.reshard(SavedValues(manifest.iteration, manifest.world_size, of_rank))
+    if world_size != manifest.world_size:
+        name = next(iter(_values_in(manifest, 0)), "")
         raise ConfigError(
-            f"it is of another model: {len(missing)} of {len(state.entries)} tensors of rank {rank} are not in it, "
-            f"first {', '.join(missing[:3])}"
+            f"it is of {manifest.world_size} ranks, and {value_key(0, name)} has no meaning on {world_size}"
         )
-    return sources
+    return of_rank(rank)
 
 
-def num_lasting(keys: Iterable[str]) -> int:
-    """Returns how many of these are tensors that do not depend on the number of ranks."""
-    return sum(not key.startswith((STEP, VALUE)) and f"/{VALUE}" not in key for key in keys)
+def _values_in(manifest: Manifest, rank: int) -> dict[str, str]:
+    """Returns, by name, the key of each tensor among the small values of a rank."""
+    found = (VALUE.fullmatch(key) for key in manifest.tensors)
+    return {match[2]: match[0] for match in found if match is not None and int(match[1]) == rank}
+
+
+def _read_values(folder: Path, manifest: Manifest, rank: int) -> Any:
+    names = _values_in(manifest, rank)
+    tensors = {name: torch.empty(_shape(manifest, key), dtype=_dtype(manifest, key)) for name, key in names.items()}
+    read(folder, manifest, {names[name]: tensor for name, tensor in tensors.items()})
+    if TREE not in tensors:
+        return tensors
+    try:
+        tree = json.loads(bytes_of(tensors.pop(TREE)).tobytes())
+    except ValueError:
+        raise StoreError(f"{folder.name}: {names[TREE]} is no JSON") from None
+    return join(tree, tensors)
+
+
+def _shape(manifest: Manifest, key: str) -> tuple[int, ...]:
+    return manifest.tensors[key].shape
+
+
+def _dtype(manifest: Manifest, key: str) -> torch.dtype:
+    return DTYPES[manifest.tensors[key].dtype]
 
 
 def _stacks(manifest: Manifest) -> dict[tuple[str, str], list[tuple[int, int, str]]]:
@@ -102,25 +164,32 @@ def _source(key: str, manifest: Manifest, stacks: Mapping[tuple[str, str], list[
     return over[0] if agree else key
 
 
-def load_into(slot: Slot, state: FlatState, sources: Mapping[str, str], folder: Path, manifest: Manifest) -> None:
+def load_into(
+    slot: Slot,
+    entries: Sequence[StateEntry],
+    sources: Mapping[str, str],
+    values: Encoded | None,
+    folder: Path,
+    manifest: Manifest,
+) -> None:
     """Fills the payload and the table of a begun slot, and leaves it to be committed.
 
     Args:
         slot: begun for the iteration of the checkpoint.
-        state: of the rank, of which nothing live is touched.
-        sources: which tensors it takes, see `select`.
+        entries: of the rank's state.
+        sources: by key of the state, the key in the checkpoint.
+        values: its small values, if it has any.
         folder: of the checkpoint.
         manifest: of the checkpoint.
 
     Raises:
         StoreError: something that is needed is damaged.
-        ConfigError: its small values cannot be gone on from.
     """
     payload_B = payload_of(slot)
-    places = {entry.key: _place(payload_B, entry) for entry in state.entries}
-    if state.reshard is not None:
-        _put(state.reshard(_saved_values(folder, manifest)), places)
+    places = {entry.key: _place(payload_B, entry) for entry in entries}
     read(folder, manifest, {source: places[key] for key, source in sources.items()})
+    if values is not None:
+        values.write(places[VALUES])
     for index in range(slot.layout.num_blocks):
         slot.table[index] = checksum(slot.payload[slot.layout.block(index)])
 
@@ -179,35 +248,3 @@ def _outline(stored: Stored) -> TensorStorageMetadata:
     size = torch.Size(stored.shape)
     properties = TensorProperties(dtype=getattr(torch, stored.dtype))
     return TensorStorageMetadata(properties, size, [ChunkStorageMetadata(torch.Size([0] * len(size)), size)])
-
-
-# --- small values ------------------------------------------------------------------------------------------------
-
-
-def _put(values: Values, places: Mapping[str, Tensor]) -> None:
-    """Copies small values to their places.
-
-    Raises:
-        ConfigError: one is missing, or of another kind than in this job.
-    """
-    for key, place in places.items():
-        if not key.startswith(VALUE):
-            continue
-        value = values.get(key.removeprefix(VALUE))
-        if value is None or (value.dtype, value.shape) != (place.dtype, place.shape):
-            there = "missing" if value is None else f"{value.dtype} {list(value.shape)}"
-            raise ConfigError(f"{key} is {place.dtype} {list(place.shape)} in this job, and {there} in it")
-        place.copy_(value)
-
-
-def _saved_values(folder: Path, manifest: Manifest) -> SavedValues:
-    """Returns the small values of a checkpoint, which are read when they are asked for."""
-
-    def of_rank(rank: int) -> Values:
-        prefix = key_of(VALUE, rank)
-        stored = {key: each for key, each in manifest.tensors.items() if key.startswith(prefix)}
-        found = {key: torch.empty(each.shape, dtype=getattr(torch, each.dtype)) for key, each in stored.items()}
-        read(folder, manifest, found)
-        return {key.removeprefix(prefix): value for key, value in found.items()}
-
-    return SavedValues(manifest.iteration, manifest.world_size, of_rank)
