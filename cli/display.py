@@ -204,12 +204,14 @@ def _line(latest: Snapshot, iterations: int) -> str:
 
 def _is_news(event: EventSample) -> bool:
     """Whether it is worth a line: what goes wrong, and once that it goes on; starts and ends come once a rank."""
-    return event.event in ("fault", "failed") or (event.event == "resumed" and (event.rank == 0 or bool(event.detail)))
+    return event.event in ("fault", "not-injected", "failed", "replaced") or (
+        event.event == "resumed" and (event.rank == 0 or bool(event.detail))
+    )
 
 
 def _event_line(event: EventSample) -> str:
     detail = f": {event.detail}" if event.detail else ""
-    if event.event == "fault":
-        return f"fault{detail}"
+    if event.event in ("fault", "not-injected", "replaced"):
+        return f"{event.event}{detail}"
     where = {"failed": f" in iteration {event.iteration}", "resumed": f" from iteration {event.iteration}"}
     return f"rank {event.rank} {event.event}{where.get(event.event, '')}{detail}"

@@ -16,6 +16,7 @@ from capricorn.config.fault_spec import FaultSpec
 from capricorn.config.fields import FrozenModel
 from capricorn.config.scenario import Scenario
 from capricorn.errors import CapricornError
+from capricorn.records.failures import injected
 from capricorn.records.samples import RECOVERY_PHASES, RecoverySample
 from capricorn.systems.registry import find
 from capricorn.systems.settings import settings_of
@@ -133,7 +134,7 @@ def _verdict(
         return "HARD_FAIL", outcome.failure
     if divergence := _divergence(outcome, reference):
         return "SILENT_DIVERGENCE", divergence
-    if not any(event.event == "fault" for event in outcome.events):
+    if not injected(outcome.events):
         return "NOT_TRIGGERED", "the moment of the fault did not come"
     for recovery, most in zip(_completed(outcome), allowed, strict=True):
         if recovery.lost_iterations > most:

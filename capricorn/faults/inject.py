@@ -31,6 +31,7 @@ from capricorn.faults.context import FaultContext, cgroup_name, persistent_folde
 from capricorn.faults.corrupt import damage_copies, damage_files
 from capricorn.faults.process_registry import ProcessName, registered
 from capricorn.planner.placement import groups_of
+from capricorn.process import deferred_sigterm
 from capricorn.units import Seconds
 
 PORT_SQUATTERS: Final = "port-squatters"
@@ -42,11 +43,8 @@ def inject(fault: FaultSpec, context: FaultContext) -> None:
     """Makes the fault happen; many kinds do not return."""
     act = kind_of(fault.kind).inject or INJECTIONS[fault.kind]
     # Whoever hears of the first thing that dies may end this process before it has come to the last.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    try:
+    with deferred_sigterm():
         act(fault, context)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # --- processes ---------------------------------------------------------------------------------------------------
@@ -125,7 +123,7 @@ def _take_ports(fault: FaultSpec, context: FaultContext) -> None:
         start_new_session=True,
     )
     name = ProcessName.of(squatter.pid)
-    (context.job.run_dir / PORT_SQUATTERS).open("a").write(f"{name.pid} {name.created_s}\n")
+    (context.job.run_dir / PORT_SQUATTERS).open("a").write(f"{name}\n")
     assert squatter.stdout is not None
     squatter.stdout.readline()
     _kill_self()

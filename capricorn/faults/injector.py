@@ -13,8 +13,9 @@ from capricorn.config.fault_spec import FaultSpec
 from capricorn.faults.context import FaultContext
 from capricorn.faults.inject import inject
 from capricorn.hooks import OpKey, TrainerHook, matches_op
+from capricorn.process import deferred_sigterm
 from capricorn.records.job_file import FAULTS, Job
-from capricorn.records.samples import EVENTS, EventSample, append
+from capricorn.records.samples import EVENTS, EventName, EventSample, append
 from capricorn.systems.interface import PacedRoute
 from capricorn.topology import Topology
 
@@ -74,15 +75,27 @@ class FaultInjector(TrainerHook):
                 self._inject(index, fault)
 
     def _inject(self, index: int, fault: FaultSpec) -> None:
+        # Who is told to end meanwhile ends after it: a fault that is in the record has happened.
+        with deferred_sigterm():
+            self._inject_once(index, fault)
+
+    def _inject_once(self, index: int, fault: FaultSpec) -> None:
         if not self._claim(index):
             return  # it was injected in an earlier attempt
         # Nodes that are lost at the same moment are lost together: whoever comes first takes the others along.
         others = [each for number, each in enumerate(self._job.scenario.faults) if _is_lost_with(each, fault)
                   and number != index and self._claim(number)]  # fmt: skip
-        for each in (*others, fault):
-            self._tell(each)
-        for each in (*others, fault):
-            inject(each, self._context)
+        ahead = [*others, fault]
+        for each in ahead:
+            self._tell("fault", each)
+        try:
+            while ahead:
+                inject(ahead[0], self._context)
+                del ahead[0]
+        except BaseException:
+            for each in ahead:
+                self._tell("not-injected", each)
+            raise
 
     def _claim(self, index: int) -> bool:
         """Claims the fault for this run; returns False if it was claimed before."""
@@ -94,16 +107,16 @@ class FaultInjector(TrainerHook):
             return False
         return True
 
-    def _tell(self, fault: FaultSpec) -> None:
-        event = EventSample(
-            event="fault",
+    def _tell(self, event: EventName, fault: FaultSpec) -> None:
+        sample = EventSample(
+            event=event,
             at_s=self._job.now_s(),
             attempt=self._attempt,
             rank=self._rank,
             iteration=self._iteration,
             detail=str(fault),
         )
-        append(self._job.run_dir / EVENTS, event)
+        append(self._job.run_dir / EVENTS, sample)
 
 
 def actor_of(fault: FaultSpec, topology: Topology) -> int:

@@ -53,6 +53,8 @@ class Reverter:
 
     def on_event(self, event: EventSample) -> None:
         """Notes a fault that is injected now, if it can be reverted."""
+        if event.event == "not-injected":
+            self._pending = [each for each in self._pending if str(each.fault) != event.detail]
         if event.event == "fault" and _revert_of(fault := FaultSpec.parse(event.detail)) is not None:
             self._pending.append(PendingRevert(fault, time.monotonic() + (fault.seconds or math.inf)))
 
@@ -120,8 +122,7 @@ def _speed_up_disk(fault: FaultSpec, context: RevertContext) -> None:
 def _end_squatters(fault: FaultSpec, context: RevertContext) -> None:
     with contextlib.suppress(FileNotFoundError):
         for line in (context.job.run_dir / PORT_SQUATTERS).read_text().splitlines():
-            pid, created_s = line.split()
-            if (squatter := ProcessName(int(pid), float(created_s)).find()) is not None:
+            if (squatter := ProcessName(*map(int, line.split())).find()) is not None:
                 squatter.kill()
                 with contextlib.suppress(psutil.TimeoutExpired):
                     squatter.wait(SQUATTER_TIMEOUT_S)

@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import secrets
 import shutil
-import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
@@ -47,6 +46,7 @@ from capricorn.launch.nodes import GaveUpError, Nodes
 from capricorn.launch.persist_folder import check_tier, tier_of
 from capricorn.launch.preflight import environment
 from capricorn.launch.torchrun_nodes import TorchrunNodes
+from capricorn.records.failures import cause_of
 from capricorn.records.follow import Follower
 from capricorn.records.job_file import Job
 from capricorn.records.recoveries import write_recoveries
@@ -73,6 +73,9 @@ STORAGE_BYTES_PER_S: Final = 1e9
 """The rate of each node, where storage is modelled only so that it can become slow."""
 CHECKPOINTS: Final = "checkpoints"
 """The folder in a run folder for what systems write that write files."""
+
+COMES_ON: Final = ("started", "ready", "resumed", "finished")
+"""The events by which a rank shows that it comes on, as it does by an iteration."""
 
 MakeNodes: TypeAlias = Callable[[Job, NetworkBackend, Path, Callable[[int], None]], Nodes]
 """Makes the nodes of a job, given their network, the folder of their logs, and whom to tell of a replacement."""
@@ -189,7 +192,6 @@ def _make_job(
         storage_dir=storage_dir,
         files_dir=files_dir,
         persist_dir=tier_of(scenario, run_dir),
-        epoch_s=time.time() - time.monotonic(),
     )
 
 
@@ -203,7 +205,7 @@ class RunLoop:
         self._make_nodes, self._reverter = make_nodes, Reverter(job, network)
         self._samples = Follower(job.run_dir / ITERATIONS, IterationSample)
         self._events = Follower(job.run_dir / EVENTS, EventSample)
-        self._failures: list[str] = []
+        self._heard: list[EventSample] = []
         self._is_training = False
 
     def run(self) -> None:
@@ -228,8 +230,9 @@ class RunLoop:
                 self._interrupts.check()
                 nodes.wait(TICK_S)
                 self._check_fatal()
-                if self._tell_listener():
-                    nodes.progressed()
+                samples, events = self._tell_listener()
+                if samples or any(event.event in COMES_ON for event in events):
+                    nodes.progressed(samples)
                 meter.tick(is_training=self._is_training)
         except GaveUpError as error:
             self._check_fatal()
@@ -264,24 +267,23 @@ class RunLoop:
         if fatal.exists() and (text := fatal.read_text(encoding="utf-8")):
             raise CapricornError(f"the run cannot go on: {text}")
 
-    def _tell_listener(self) -> bool:
-        """Tells the listener what is new; returns whether some rank has finished an iteration."""
-        samples = list(self._samples.new())
+    def _tell_listener(self) -> tuple[list[IterationSample], list[EventSample]]:
+        """Tells the listener what is new, and returns it."""
+        samples, events = list(self._samples.new()), list(self._events.new())
         for sample in samples:
             self._is_training = True
             self._listener.on_sample(sample)
-        for event in self._events.new():
-            if event.event == "failed":
-                self._failures.append(f"rank {event.rank}: {event.detail}")
+        for event in events:
+            self._heard.append(event)
             self._reverter.on_event(event)
             self._listener.on_event(event)
         self._reverter.tick()
         self._listener.on_tick()
-        return bool(samples)
+        return samples, events
 
     def _describe_failure(self, node: int) -> str:
-        last = f": {self._failures[-1]}" if self._failures else ""
-        return f"node {node} gave up{last}; see {self._job.run_dir / 'log'}"
+        cause = cause_of(self._heard)
+        return f"node {node} gave up{': ' * bool(cause)}{cause}; see {self._job.run_dir / 'log'}"
 
 
 def _new_run_id(scenario: Scenario, started: datetime) -> str:

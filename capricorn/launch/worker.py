@@ -22,6 +22,7 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -35,7 +36,7 @@ from capricorn.faults.injector import FaultInjector
 from capricorn.faults.process_registry import register_worker
 from capricorn.files import write_text
 from capricorn.hooks import HookChain
-from capricorn.launch.launch_messages import AttemptLeft, StartAttempt, receive, to_bytes
+from capricorn.launch.launch_messages import AttemptLeft, StartAttempt, TrainingBegan, receive, to_bytes
 from capricorn.launch.nodes import FAILED, UNREACHABLE
 from capricorn.launch.rank_context import (
     ForkedContext,
@@ -57,8 +58,8 @@ from capricorn.trainer.training import RankTraining
 
 
 def main() -> None:
-    """Runs the rank that torchrun's environment names, of the job in the file argv[1]."""
-    die_with_parent()
+    """Runs the rank that torchrun's environment names, of the job in the file argv[1]; argv[2] is its agent."""
+    die_with_parent(int(sys.argv[2]))
     signal.signal(signal.SIGTERM, _leave)
     job = Job.read(Path(sys.argv[1]))
     torch.set_num_threads(1)  # results are bit-reproducible at a fixed number of threads only
@@ -77,7 +78,12 @@ def run_forked(job: Job, context: ForkedContext, link: socket.socket) -> int:
 
     When it has left an attempt it says so over the link and waits to be told the next.
     """
-    worker = Worker(job, context)
+
+    def training_began() -> None:
+        with contextlib.suppress(ConnectionError):  # the node has ended, and takes us along
+            link.send(to_bytes(TrainingBegan(attempt=context.attempt)))
+
+    worker = Worker(job, context, training_began)
     while (error := _attempt(worker)) is not None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         worker.fail(error)
@@ -114,8 +120,10 @@ def _leave(signum: int, frame: FrameType | None) -> None:
 class Worker:
     """One rank from its start to its end."""
 
-    def __init__(self, job: Job, context: RankContext) -> None:
+    def __init__(self, job: Job, context: RankContext, training_began: Callable[[], None] = lambda: None) -> None:
+        """Starts nothing yet; `training_began` is called after the first iteration of each attempt."""
         self._job, self._context, self._rank = job, context, context.rank
+        self._training_began = training_began
         emulation, model = job.scenario.emulation, job.scenario.model
         self._pacer = Pacer(emulation.pace, model, self._rank, context.world_size) if emulation else None
         self._routes = self._open_routes()
@@ -136,10 +144,13 @@ class Worker:
         self._recorder.event("started", f"pid {os.getpid()}")
         self._attach(device)
         self._is_training = True
-        for iteration in range(self._iteration + 1, self._job.scenario.train.iterations + 1):
+        first = self._iteration + 1
+        for iteration in range(first, self._job.scenario.train.iterations + 1):
             self._iteration = iteration
             measured = self._trainer.run(iteration)
             self._recorder.iteration(measured)
+            if iteration == first:
+                self._training_began()
         self._finish()
 
     def fail(self, error: BaseException) -> None:

@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 from typing import Final
 
+from pydantic import Field
+
 from capricorn.config.fields import FrozenModel
 from capricorn.config.scenario import Scenario
 from capricorn.files import write_text
@@ -43,7 +45,7 @@ class Job(FrozenModel):
     """The folder of the persistent tier, the same for all nodes; it stays after the run."""
     files_dir: Path | None = None
     """The folder for systems that write files, the same for all nodes; it goes with the run."""
-    epoch_s: Seconds = 0.0
+    epoch_s: Seconds = Field(default_factory=lambda: time.time() - time.monotonic())
     """The begin of this machine's monotonic clock in seconds since the epoch, as the wall clock had it at the start."""
 
     def write(self) -> Path:
@@ -63,7 +65,8 @@ class Job(FrozenModel):
     def now_s(self) -> Seconds:
         """Returns the seconds since the epoch, on a clock that is set once in a run and that nobody sets later.
 
-        All processes of this machine have the same, so that the time between two records is never negative.
+        All processes of this machine have the same, so that the time between two records is never negative. Time in
+        which the machine is suspended does not pass.
         """
         return self.epoch_s + time.monotonic()
 

@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
 
 from pydantic import AfterValidator, ValidationError
 
@@ -139,10 +139,16 @@ class LoadSample(FrozenModel):
     tokens_per_expert: list[int]
 
 
+EventName: TypeAlias = Literal["started", "ready", "failed", "fault", "not-injected", "resumed", "finished", "replaced"]
+"""`not-injected` takes back the `fault` before it of the same rank, which was not done after all; `replaced` is told of
+a process beside the ranks.
+"""
+
+
 class EventSample(FrozenModel):
     """Something that happened to a worker, with the time as samples have it."""
 
-    event: Literal["started", "ready", "failed", "fault", "resumed", "finished"]
+    event: EventName
     at_s: Seconds
     attempt: int
     rank: int

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 from capricorn.config.scenario import Scenario
 from capricorn.errors import ConfigError
 from capricorn.files import failure, read_text
+from capricorn.records.failures import injected
 from capricorn.records.samples import EventSample, IterationSample
 from capricorn.stats.fidelity import fidelity, fidelity_faults
 from capricorn.stats.numbers import quantile, ratio, total
@@ -131,7 +132,7 @@ def _recoveries(run: RunSamples) -> Summary:
         "recoveries": len(run.recoveries),
         "lost_iterations": sum(recovery.lost_iterations for recovery in run.recoveries),
         "recovery_s": float(sum(seconds for recovery in run.recoveries for seconds in recovery.phases_s.values())),
-        "faults_struck": sum(event.event == "fault" for event in run.events),
+        "faults_struck": len(injected(run.events)),
     }
 
 

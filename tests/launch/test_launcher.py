@@ -156,10 +156,12 @@ def test_the_last_words_of_a_rank_are_better_than_those_of_its_node(stage: Stage
         stage.launch(act)
 
 
-def test_giving_up_names_the_node_the_newest_failure_and_where_the_logs_are(stage: Stage) -> None:
+def test_giving_up_names_the_node_what_the_others_failed_by_and_where_the_logs_are(stage: Stage) -> None:
+    echo = "RuntimeError: Connection closed by peer [127.0.0.1]:4711"
+    acts = [stage.iterate(1), stage.fail(0, echo), stage.fail(1, "killed by signal 9"), stage.give_up(1)]
     with pytest.raises(CapricornError) as raised:
-        stage.launch(stage.iterate(1), stage.fail(0, "first"), stage.fail(1, "second"), stage.give_up(1))
-    assert str(raised.value) == f"node 1 gave up: rank 1: second; see {stage.listener.run_dir / 'log'}"
+        stage.launch(*acts)
+    assert str(raised.value) == f"node 1 gave up: rank 1: killed by signal 9; see {stage.listener.run_dir / 'log'}"
     assert raised.value.__cause__ is None
     assert stage.listener.heard.count("failed") == 2
     assert "stopped after 1" in stage.record().verdict
