@@ -76,6 +76,16 @@ class Run:
         return place.view(self.source.dtype).view(self.source.shape)
 
 
+@dataclass(frozen=True, slots=True)
+class SavedValues:
+    """The small values in a checkpoint of the persistent tier, which any number of ranks may have saved."""
+
+    iteration: int
+    world_size: int
+    of_rank: Callable[[int], Values]
+    """Reads and verifies those of one of these ranks."""
+
+
 @dataclass(slots=True)
 class _Tensors:
     """Live tensors as they are laid out: those that share all their memory (tied weights) once."""
@@ -104,6 +114,7 @@ class FlatState:
         publish: Callable[[Values], None] = lambda values: None,
         aliases: Mapping[str, str] | None = None,
         value_bytes: Bytes | None = None,
+        reshard: Callable[[SavedValues], Values] | None = None,
     ) -> None:
         """Lays the state out.
 
@@ -115,12 +126,15 @@ class FlatState:
             publish: called after a restore with the restored small values, to make them and the tensors effective.
             aliases: further names of tensors, for the manifest.
             value_bytes: room for the small values; by default twice what they take now, and 4 KiB.
+            reshard: yields this rank's small values from those in the persistent tier, or raises ConfigError if they
+                cannot be gone on from; by default they are taken as they are, and only by as many ranks.
 
         Raises:
             StateError: a tensor or a small value cannot be kept exactly, or two things have one name; it is named.
         """
         self._lookup = tensors if callable(tensors) else lambda: tensors
         self._capture, self._publish = capture, publish
+        self.reshard = reshard
         self._further = dict(aliases or {})
         self.version = 0
         """Counts how often live memory was bound; whoever keeps views of it makes them anew when this has changed."""

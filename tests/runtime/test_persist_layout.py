@@ -60,7 +60,7 @@ def test_a_script_with_nothing_but_torch_loads_it(saved: Path, tmp_path: Path) -
     assert names == {key for key in Manifest.read(folder).tensors if "/value/" not in key}
     wrong = [key for key in names if not same(state[key], expected(key, tuple(state[key].shape), 6))]
     assert not wrong
-    assert [int(state[f"rank{rank}/value/position"]) for rank in range(2)] == [6, 6]
+    assert [int(state[f"rank{rank}/value/sequences"]) for rank in range(2)] == [24, 24]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
@@ -69,18 +69,9 @@ def test_any_number_of_ranks_restores_every_tensor_bit_for_bit(saved: Path, tmp_
     results = run_ranks(load, num_ranks, str(tmp_path))
     assert [(each["iteration"], each["wrong"]) for each in results] == [(6, [])] * num_ranks
     assert results[0]["sources"] == ["persistent"] * num_ranks
-    assert [each["position"] for each in results] == [12 // num_ranks] * num_ranks, "no batch is skipped or read again"
+    assert [each["position"] for each in results] == [24] * num_ranks, "no sequence is skipped or read again"
     assert len({each["rng"] for each in results}) == num_ranks
     assert bool(results[0]["notes"]) == (num_ranks != 2)
-
-
-def test_batches_that_ranks_cannot_share_are_refused_before_anything_is_loaded(saved: Path, tmp_path: Path) -> None:
-    (tmp_path / "tier").mkdir()
-    (tmp_path / "tier" / "iteration-00000005").symlink_to(folder_of(saved / "tier", 5))
-    for each in run_ranks(load, 3, str(tmp_path)):
-        assert "ConfigError" in each["error"]
-        assert "2 ranks have read 10 batches, which 3 ranks cannot share" in each["error"]
-        assert each["is_untouched"]
 
 
 def test_another_model_is_refused_before_anything_is_loaded(saved: Path, tmp_path: Path) -> None:

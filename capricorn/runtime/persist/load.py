@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,7 +28,7 @@ from capricorn.errors import ConfigError, StoreError
 from capricorn.runtime.persist.layout import VALUE, Manifest, Stored, damage_of, hash_of, value_key
 from capricorn.runtime.save.staging import payload_of
 from capricorn.runtime.store.slot import Slot, checksum
-from capricorn.systems.flat_state import VALUES, StateEntry
+from capricorn.systems.flat_state import VALUES, FlatState, SavedValues, StateEntry
 from capricorn.systems.small_values import TREE, Encoded, join
 from capricorn.systems.tensor_bytes import DTYPES, flat_bytes
 
@@ -87,29 +87,32 @@ def _described(stored: Stored) -> str:
     return f"{stored.dtype} {list(stored.shape)}"
 
 
-def small_values_of(folder: Path, manifest: Manifest, rank: int, world_size: int, now: Any) -> Any:
-    """Returns the small values that a rank takes; on another number of ranks they are derived from those of rank 0.
+def small_values_of(state: FlatState, folder: Path, manifest: Manifest, rank: int, world_size: int) -> Any:
+    """Returns the small values that a rank takes: what its state makes of those that were saved, or those themselves.
 
     Args:
+        state: of the rank.
         folder: of the checkpoint.
         manifest: of the checkpoint.
         rank: that takes them.
         world_size: number of ranks of now.
-        now: its small values of now, which say what is to be derived.
 
     Raises:
         StoreError: they are damaged.
-        ConfigError: they have no meaning on another number of ranks.
+        ConfigError: they cannot be gone on from, or have no meaning on another number of ranks.
     """
-    if world_size == manifest.world_size:
-        return _read_values(folder, manifest, rank)
-    saved = _read_values(folder, manifest, 0)
-    names = list(now) if isinstance(now, Mapping) else ["small values that are no table"]
-    if unknown := [str(name) for name in names if name not in DERIVED]:
+
+    def of_rank(saved: int) -> Any:
+        return _read_values(folder, manifest, saved)
+
+    if state.reshard is not None:
+        return state.reshard(SavedValues(manifest.iteration, manifest.world_size, of_rank))
+    if world_size != manifest.world_size:
+        name = next(iter(_values_in(manifest, 0)), "")
         raise ConfigError(
-            f"it is of {manifest.world_size} ranks, and value/{unknown[0]} has no meaning on {world_size}"
+            f"it is of {manifest.world_size} ranks, and {value_key(0, name)} has no meaning on {world_size}"
         )
-    return {name: _derive(name, saved, manifest, rank, world_size) for name in names}
+    return of_rank(rank)
 
 
 def _values_in(manifest: Manifest, rank: int) -> dict[str, str]:
@@ -245,53 +248,3 @@ def _outline(stored: Stored) -> TensorStorageMetadata:
     size = torch.Size(stored.shape)
     properties = TensorProperties(dtype=getattr(torch, stored.dtype))
     return TensorStorageMetadata(properties, size, [ChunkStorageMetadata(torch.Size([0] * len(size)), size)])
-
-
-# --- another number of ranks -------------------------------------------------------------------------------------
-
-
-def _position(saved: Any, manifest: Manifest, rank: int, world_size: int) -> Any:
-    """Returns the number of batches that each rank has read, so that the next is the first that nobody has read.
-
-    Raises:
-        ConfigError: there is no such number.
-    """
-    batches = int(saved) * manifest.world_size
-    if batches % world_size:
-        raise ConfigError(
-            f"{manifest.world_size} ranks have read {batches} batches, which {world_size} ranks cannot share; "
-            f"use a number of ranks that divides {batches}, or another iteration"
-        )
-    each = batches // world_size
-    return torch.tensor(each, dtype=saved.dtype) if isinstance(saved, Tensor) else each
-
-
-def _seed(saved: Tensor, manifest: Manifest, rank: int) -> int:
-    """Returns a seed made of the random state of rank 0, and so of the training's seed, the iteration and the rank."""
-    return checksum(bytes(bytes_of(saved)) + f"{manifest.iteration} {rank}".encode()) >> 1
-
-
-def _rng(saved: Tensor, manifest: Manifest, rank: int, world_size: int) -> Tensor:
-    return torch.Generator().manual_seed(_seed(saved, manifest, rank)).get_state()
-
-
-def _cuda_rng(saved: Tensor, manifest: Manifest, rank: int, world_size: int) -> Tensor:
-    # Seed and offset, as CUDA's generators have them.
-    return torch.tensor([_seed(saved, manifest, rank), 0]).view(torch.uint8)
-
-
-DERIVED: Final[Mapping[str, tuple[str, Callable[[Any, Manifest, int, int], Any]]]] = {
-    "position": ("position", _position),
-    "rng": ("rng", _rng),
-    "cuda_rng": ("rng", _cuda_rng),
-}
-"""By small value: which one of rank 0 it is made from on another number of ranks, and how."""
-
-
-def _derive(name: str, saved: Any, manifest: Manifest, rank: int, world_size: int) -> Any:
-    source, rule = DERIVED[name]
-    is_readable = isinstance(saved, Mapping) and isinstance(saved.get(source), (Tensor, int))
-    if not is_readable or (rule is not _position and not isinstance(saved[source], Tensor)):
-        key = value_key(0, source)
-        raise ConfigError(f"it has no {key} of which value/{name} is made on another number of ranks")
-    return rule(saved[source], manifest, rank, world_size)

@@ -146,7 +146,7 @@ class PersistentTier:
         block = next((entry for entry in self._state.entries if entry.is_values), None)
         if block is None:
             return None
-        values = small_values_of(folder, manifest, self._rank, self._world_size, self._state.values())
+        values = small_values_of(self._state, folder, manifest, self._rank, self._world_size)
         encoded = Encoded(values)
         if encoded.num_bytes > block.num_bytes:
             raise StateError(
