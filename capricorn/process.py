@@ -1,11 +1,18 @@
-"""Ties the life of a process to that of its parent, so that a killed launcher or node leaves nothing behind."""
+"""How our processes are started and tied to the life of their parent: a killed launcher or node leaves nothing behind.
+
+Modules are never looked for in the working folder first: a user's `random.py` there would stand in for Python's own.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
+import sys
+from typing import Final
 
+PYTHON: Final = (sys.executable, "-P", "-m")
+"""Starts a module: `[*PYTHON, MODULE, *ARGS]`."""
 _PR_SET_PDEATHSIG = 1
 
 

@@ -11,13 +11,13 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Final
 
 from capricorn.emulation.shaping import INTERFACE, node_address
 from capricorn.errors import CapricornError
+from capricorn.process import PYTHON
 from capricorn.units import BytesPerSecond, Seconds
 
 BUILD_TIMEOUT_S: Seconds = 10.0
@@ -46,7 +46,7 @@ class NamespaceEntry:
     A command is `[*prefix, MODULE, *ARGS]`, started with `pass_fds`.
     """
 
-    prefix: tuple[str, ...] = (sys.executable, "-m")
+    prefix: tuple[str, ...] = PYTHON
     pass_fds: tuple[int, ...] = ()
 
 
@@ -78,7 +78,7 @@ class Fabric:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours, theirs:
             builder = subprocess.Popen(
-                [sys.executable, "-m", "capricorn.emulation.builder", str(theirs.fileno()), request],
+                [*PYTHON, "capricorn.emulation.builder", str(theirs.fileno()), request],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
@@ -112,7 +112,7 @@ class Fabric:
 
     def _entry(self, net: int) -> NamespaceEntry:
         fds = (*self._user, net)
-        return NamespaceEntry((sys.executable, "-m", "capricorn.emulation.inside", ",".join(map(str, fds))), fds)
+        return NamespaceEntry((*PYTHON, "capricorn.emulation.inside", ",".join(map(str, fds))), fds)
 
 
 def _receive(channel: socket.socket, num_fds: int) -> list[int]:

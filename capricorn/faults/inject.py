@@ -11,7 +11,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
@@ -31,6 +30,7 @@ from capricorn.faults.context import FaultContext, cgroup_name, persistent_folde
 from capricorn.faults.corrupt import damage_copies, damage_files
 from capricorn.faults.process_registry import ProcessName, registered
 from capricorn.planner.placement import groups_of
+from capricorn.process import PYTHON
 from capricorn.units import Seconds
 
 PORT_SQUATTERS: Final = "port-squatters"
@@ -119,7 +119,7 @@ def _take_ports(fault: FaultSpec, context: FaultContext) -> None:
     ports = sorted({(each.laddr.ip, each.laddr.port) for each in connections if each.status == psutil.CONN_LISTEN})
     lock = context.job.store_dir / "lock"
     squatter = subprocess.Popen(
-        [sys.executable, "-m", "capricorn.faults.port_squatter", str(lock), json.dumps(ports)],
+        [*PYTHON, "capricorn.faults.port_squatter", str(lock), json.dumps(ports)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         start_new_session=True,
@@ -175,7 +175,9 @@ def _fill_memory(fault: FaultSpec, context: FaultContext) -> None:
 
 
 def _fill_disk(fault: FaultSpec, context: FaultContext) -> None:
-    filler_file.fill(persistent_folders(context.job)[0])
+    folder = persistent_folders(context.job)[0]
+    filler_file.note(context.job.store_dir, folder)
+    filler_file.fill(folder)
 
 
 def _slow_disk(fault: FaultSpec, context: FaultContext) -> None:

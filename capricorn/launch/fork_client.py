@@ -11,7 +11,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, Protocol, Self, TypeVar
@@ -30,6 +29,7 @@ from capricorn.launch.launch_messages import (
     receive,
     to_bytes,
 )
+from capricorn.process import PYTHON
 from capricorn.units import Seconds
 
 READY_TIMEOUT_S: Final[Seconds] = 120.0
@@ -104,7 +104,7 @@ class ForkServer:
         self._is_ready = False
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "capricorn.launch.fork_server", str(theirs.fileno()), str(os.getpid())],
+                [*PYTHON, "capricorn.launch.fork_server", str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,

@@ -10,11 +10,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from capricorn.config.endpoint import Endpoint
+from capricorn.config.fields import check_path_part
 from capricorn.config.planner import PlannerConfig
 from capricorn.config.scenario import PersistConfig, SystemConfig
 from capricorn.errors import ConfigError, StoreError
+from capricorn.runtime.comm.addresses import listening_address
 from capricorn.runtime.comm.collectives import maximum
-from capricorn.runtime.store.node_store import RUN_PREFIX, NodeStore
+from capricorn.runtime.store.node_store import RUN_PREFIX, NodeStore, lock_folder
 from capricorn.systems.interface import JobContext
 from capricorn.topology import Topology
 from capricorn.units import Seconds
@@ -43,14 +46,16 @@ def join_job(
         persist: which checkpoints are persisted as well, and where: `dir` is then needed, a folder that all nodes
             reach.
         device: where the state of this rank lives.
-        address: of this node's own interface, by which its peers reach it.
+        address: of this node's own interface, by which its peers reach it: IPv4, IPv6, or a host name.
         root: a tmpfs.
         timeout_s: deadline of the control group's collectives.
 
     Raises:
-        ConfigError: this is not a torchrun worker, there are more replicas than nodes, or `persist` names no folder.
+        ConfigError: this is not a torchrun worker, `run_id` cannot be part of a file's name, there are more replicas
+            than nodes, `persist` names no folder, or `address` is not of this machine.
         StoreError: the store cannot be made.
     """
+    check_path_part(run_id, "run_id")
     persist = persist or PersistConfig()
     if persist.every and not persist.dir:
         raise ConfigError("persist.every needs persist.dir, a folder that all nodes reach")
@@ -75,7 +80,7 @@ def join_job(
         persist=persist,
         persist_dir=_make_persistent_tier(Path(persist.dir)) if persist.dir else None,
         store_dir=_make_store(Path(root) / (RUN_PREFIX + run_id), run_id, topology.node_of(rank), topology),
-        address=address,
+        address=listening_address(Endpoint(address, 0), f"address={address!r}"),
     )
 
 
@@ -89,10 +94,8 @@ def _make_persistent_tier(folder: Path) -> Path:
 
 def _make_store(folder: Path, run_id: str, node: int, topology: Topology) -> Path:
     try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        NodeStore.create(folder / f"node{node}", run_id, node, topology)  # which refuses a folder of others
-        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_SH)  # held, with its descriptor, until this process ends
+        lock_folder(folder, fcntl.LOCK_SH)  # held, with its descriptor, until this process ends
+        NodeStore.create(folder / f"node{node}", run_id, node, topology)
     except OSError as error:
         raise StoreError(f"cannot make the store {folder}: {error.strerror}") from None
     return folder / f"node{node}"

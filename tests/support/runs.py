@@ -147,11 +147,13 @@ def faults(*specs: str) -> list[str]:
 class LiveRun:
     """A run from the moment it is started; whatever happens, leaving the block ends all of its processes."""
 
-    def __init__(self, out: Path, *options: str | Path, prefix: Sequence[str] = ()) -> None:
+    def __init__(
+        self, out: Path, *options: str | Path, prefix: Sequence[str] = (), program: Sequence[str] = PROGRAM
+    ) -> None:
         self._out, self._mark = out, uuid.uuid4().hex
         out.mkdir(parents=True, exist_ok=True)
         usual = (*TINY, "--iterations", str(ITERATIONS_DONE), "--out", out)
-        arguments = [*prefix, *PROGRAM, "run", *map(str, (*usual, *options))]
+        arguments = [*prefix, *program, "run", *map(str, (*usual, *options))]
         # Files, as a pipe that nobody reads may fill up and block.
         self._stdout, self._stderr = TemporaryFile(), TemporaryFile()  # noqa: SIM115 - closed in __exit__
         self.process = subprocess.Popen(

@@ -14,6 +14,7 @@ from itertools import count
 from typing import Final, NamedTuple
 
 from capricorn.errors import CapricornError, TransportError
+from capricorn.runtime.comm.addresses import family_of
 from capricorn.runtime.comm.handshake import HANDSHAKE_TIMEOUT_S, Identity, welcome
 from capricorn.runtime.comm.idle_priority import use_idle_priority
 from capricorn.runtime.comm.replica_link import receive_copy, send_block
@@ -82,7 +83,7 @@ class ReplicaServer:
         self._numbers = count()
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._listener = socket.create_server((address, 0), backlog=256)
+        self._listener = socket.create_server((address, 0), family=family_of(address), backlog=256)
         self._acceptor = threading.Thread(target=self._accept, name="capricorn-accept", daemon=True)
 
     @property

@@ -28,13 +28,13 @@ import contextlib
 import os
 import select
 import subprocess
-import sys
 import time
 
 import torch
 import torch.distributed as dist
 
 from capricorn.errors import StoreError
+from capricorn.process import PYTHON
 from capricorn.runtime.persist.layout import remove, sweep, temporary_of
 from capricorn.runtime.persist.messages import Answer, Order, WriterTask
 from capricorn.runtime.store.node_store import NodeStore
@@ -193,7 +193,7 @@ class _Writer:
 
     def __init__(self, task: WriterTask) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "capricorn.runtime.persist.writer_process", task.model_dump_json()],
+            [*PYTHON, "capricorn.runtime.persist.writer_process", task.model_dump_json()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
