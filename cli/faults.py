@@ -193,7 +193,7 @@ def _carry_out(folder: Path, number: int | None, *, as_json: bool, quiet: bool, 
     remove_leftovers()
     with alone_in(folder):
         record = read_campaign(folder)
-        _require(record)
+        _require(record, folder.parent)
         runner = _runner(folder, record, number, quiet=quiet or as_json, verbose=verbose)
         try:
             runner.run()
@@ -203,13 +203,15 @@ def _carry_out(folder: Path, number: int | None, *, as_json: bool, quiet: bool, 
     return 0 if succeeded(runner.record) else 1
 
 
-def _require(record: CampaignRecord) -> None:
-    """Raises ConfigError if this machine cannot run one of the systems."""
-    from capricorn.launch.preflight import require
+def _require(record: CampaignRecord, out: Path) -> None:
+    """Raises ConfigError if this machine cannot run one of the systems, or not write what it leaves below `out`."""
+    from capricorn.launch.preflight import require, require_folders
 
     places = [testbed for testbed in record.scenarios if place_of(testbed) == AS_CONFIGURED]
     for testbed, variant in product(places, record.variants):
-        require(record.undisturbed_scenario(testbed, variant.label))
+        scenario = record.undisturbed_scenario(testbed, variant.label)
+        require(scenario)
+        require_folders(scenario, out)
 
 
 def _runner(folder: Path, record: CampaignRecord, number: int | None, *, quiet: bool, verbose: bool) -> Any:

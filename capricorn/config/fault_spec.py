@@ -6,7 +6,7 @@ Pure values. A record that names a kind of one's own is read without running any
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from pydantic import Field, model_validator
 
@@ -16,6 +16,8 @@ from capricorn.config.own_code import absolute
 from capricorn.errors import ConfigError
 from capricorn.hooks import parse_moment
 from capricorn.units import Seconds
+
+MAX_SECONDS: Final[Seconds] = 1e9
 
 
 class FaultSpec(SettingsModel):
@@ -27,7 +29,7 @@ class FaultSpec(SettingsModel):
     node: int | None = Field(default=None, ge=0)
     op: str = "before_update"
     where: str = ""
-    seconds: Seconds | None = Field(default=None, ge=0)
+    seconds: Seconds | None = Field(default=None, ge=0, le=MAX_SECONDS, allow_inf_nan=False)
     call: int | None = Field(default=None, gt=0)
 
     @model_validator(mode="before")

@@ -193,7 +193,9 @@ def _fill_memory(fault: FaultSpec, context: FaultContext) -> None:
 
 
 def _fill_disk(fault: FaultSpec, context: FaultContext) -> None:
-    filler_file.fill(persistent_folders(context.job)[0])
+    folder = persistent_folders(context.job)[0]
+    filler_file.note(context.job.store_dir, folder)
+    filler_file.fill(folder)
 
 
 def _fill_records(fault: FaultSpec, context: FaultContext) -> None:
