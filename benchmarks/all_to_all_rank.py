@@ -1,7 +1,6 @@
 """One rank of the `links` benchmark: all-to-alls, beside a checkpoint stream to the next node if asked to.
 
 python -m benchmarks.all_to_all_rank PARENT RANK NUM_RANKS FOLDER ADDRESS,... STREAM [LINKS]
-
 STREAM is none, fifo or low.
 """
 

@@ -31,9 +31,10 @@ import torch.distributed as dist
 
 from capricorn.emulation.pacer import Pacer
 from capricorn.emulation.route import Links, Route
-from capricorn.errors import CapricornError, ConfigError, NoCompleteCheckpointError, TransportError
+from capricorn.errors import CapricornError, ConfigError, NoCompleteCheckpointError, RecordError, TransportError
 from capricorn.faults.injector import FaultInjector
 from capricorn.faults.process_registry import register_worker
+from capricorn.files import write_text
 from capricorn.hooks import HookChain
 from capricorn.launch.launch_messages import AttemptLeft, StartAttempt, TrainingBegan, receive, to_bytes
 from capricorn.launch.nodes import FAILED, UNREACHABLE
@@ -46,7 +47,7 @@ from capricorn.launch.rank_context import (
 )
 from capricorn.launch.recorder import Recorder, was_ever_complete
 from capricorn.process import die_with_parent
-from capricorn.records.job_file import FATAL, Job
+from capricorn.records.job_file import Job
 from capricorn.runtime.comm.collectives import maximum, share_text
 from capricorn.runtime.persist.layout import iterations_in
 from capricorn.systems.interface import CheckpointSystem, JobContext
@@ -154,11 +155,16 @@ class Worker:
 
     def fail(self, error: BaseException) -> None:
         """Writes down why the attempt ends, and lets a running local copy be completed."""
-        traceback.print_exception(error)
-        self._recorder.event("failed", _in_words(error), iteration=self._iteration)
+        with contextlib.suppress(OSError):  # the log may lie on a full disk
+            traceback.print_exception(error)
         is_hopeless = isinstance(error, CapricornError) and not isinstance(error, TransportError)
-        if is_hopeless and not self._is_training:
-            (self._job.run_dir / FATAL).write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
+        is_hopeless = (is_hopeless and not self._is_training) or isinstance(error, RecordError)
+        try:
+            self._recorder.event("failed", _in_words(error), iteration=self._iteration)
+        except RecordError as unwritten:  # the launcher would not hear of the failure, and start again in vain
+            is_hopeless, error = True, error if is_hopeless else unwritten
+        if is_hopeless:
+            write_text(self._job.fatal, f"{type(error).__name__}: {error}")
         self._system.close()
 
     def can_stay(self, error: BaseException) -> bool:
@@ -272,8 +278,10 @@ class Worker:
         """Completes the checkpoints and leaves together with the others; collective."""
         assert self._training is not None
         detail = ""
+        scenario = self._job.scenario
+        writing_s = scenario.persist.timeout_s if scenario.persist.every else 0.0
         try:
-            self._system.drain(self._job.scenario.system.timeout_s)
+            self._system.drain(scenario.system.timeout_s + writing_s)
         except CapricornError as error:
             detail = str(error)
         digest = f"{self._training.state.content_digest():016x}"
