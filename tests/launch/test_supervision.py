@@ -181,12 +181,13 @@ def test_torchruns_rendezvous_store_ends_the_run_with_it(act: Callable[[LiveRun]
 
 @pytest.mark.slow
 def test_an_agent_of_torchrun_that_is_stopped_is_replaced(tmp_path: Path) -> None:
-    with LiveRun(tmp_path, "--iterations", "200", *TORCHRUN) as live:
+    with LiveRun(tmp_path, "--iterations", "60", *TORCHRUN) as live:
         wait_until_it_trains(live)
         psutil.Process(psutil.Process(pid_of(live, 1)).ppid()).suspend()
-        ended = live.finish()
+        ended = live.finish(deadline_s=200)
     assert_ok(ended)
-    assert ended.sources == [["local", "peer"]]
+    (recovery,) = ended.recoveries
+    assert recovery.lost_iterations <= 1
 
 
 # --- deaths that come together, or in between
