@@ -58,10 +58,13 @@ class DcpLibrary(Library):
 
     def __init__(self, job: JobContext, state: FlatState) -> None:
         super().__init__(job, state)
-        prefix = f"rank{job.rank}/"
-        self.named = {f"{prefix}{k}" if k.startswith("value/") else k: tensor for k, tensor in self.tensors.items()}
         # Its own fsync leaves out the folder, and of .metadata what is still in Python's buffer; ours does not.
         self.options: dict[str, Any] = {"thread_count": job.settings.threads, "sync_files": False}
+
+    @property
+    def named(self) -> dict[str, Tensor]:
+        prefix = f"rank{self.job.rank}/"
+        return {f"{prefix}{k}" if k.startswith("value/") else k: tensor for k, tensor in self.tensors.items()}
 
     def begin(self, folder: Path) -> Write:
         return partial(self._save, folder)

@@ -35,13 +35,15 @@ SHARED = ("profile_iterations=2", "mu=0.9")
 """Options of the systems that have them, so that Gemini checkpoints in runs as short as these; --set goes before."""
 ALWAYS = ("model", "iterations", "seed")
 """Options that a command which repeats a case always names."""
-OF_CASES = {"kinds": "--kinds", "count": "--count", "faults": "--fault", "repeats": "--repeats", "repro": "--repro",
-            "number": "--case"}  # fmt: skip
+OF_CASES = {"kinds": "--kinds", "count": "--count", "shapes": "--shapes", "faults": "--fault", "repeats": "--repeats",
+            "repro": "--repro", "number": "--case"}  # fmt: skip
 """Options of a campaign of single cases, which failures at random times have none of."""
 OF_DRAWN = {"kinds": "--kinds", "count": "--count"}
 """Options of failures that are drawn, which has no say where each is named."""
 OF_TIMES = {"node_loss_frac": "--node-loss-frac"}
 """Options of failures at random times."""
+
+NOT_WITH_SHAPES = {"nodes": "--nodes", "ranks_per_node": "--ranks-per-node", "nnodes": "--nnodes", "faults": "--fault"}
 
 SCENARIO = PARAMETERS - {SYSTEM_PARAMETER, "faults"}
 """Parameters that say what is trained, where and how."""
@@ -121,9 +123,14 @@ def _with_cases(record: CampaignRecord, context: click.Context) -> CampaignRecor
     _refuse_given(context, OF_TIMES, "is for failures at random times: use --mtbf TIME")
     if options["faults"]:
         _refuse_given(context, OF_DRAWN, "is for failures that are drawn: leave it out, or --fault")
+    if options["shapes"]:
+        _refuse_given(context, NOT_WITH_SHAPES, "does not go with --shapes, which says on which nodes failures come")
     explicit = tuple(map(FaultSpec.parse, options["faults"]))
     kinds = check_kinds(tuple(fault.kind for fault in explicit) or options["kinds"])
-    scenarios, refused = make_testbeds(record.scenarios[AS_CONFIGURED], kinds, options["assignments"])
+    shapes = tuple(options["shapes"])
+    scenarios, refused = make_testbeds(
+        record.scenarios[AS_CONFIGURED], kinds, options["assignments"], shapes, is_drawn=not explicit
+    )
     asked = Asked(
         options=record.options,
         scenarios=scenarios,
@@ -133,6 +140,7 @@ def _with_cases(record: CampaignRecord, context: click.Context) -> CampaignRecor
         num_drawn=options["count"],
         repeats=options["repeats"],
         refused=refused,
+        shapes=shapes,
     )
     cases, not_run = plan_cases(asked)
     return record.model_copy(

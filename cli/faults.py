@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+from itertools import product
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from capricorn.campaign.campaign_record import (
     AS_CONFIGURED,
     CampaignRecord,
     counts,
+    place_of,
     read_campaign,
     succeeded,
     write_campaign,
@@ -20,13 +23,14 @@ from capricorn.campaign.campaign_record import (
 from capricorn.compare.compare_record import alone_in
 from capricorn.config.fault_spec import FaultSpec
 from capricorn.errors import ConfigError
+from capricorn.files import write_text
 
 from .campaign_plan import planned
 from .experiment import refuse_given
 from .options import command, listed, output_options, systems_option, unresolved_options
 from .output import PROGRAM, console, print_json
 from .run import make_folder
-from .values import KIND_LIST, WholeNumber
+from .values import KIND_LIST, FiniteRange, WholeNumber
 
 DEFAULTS = {"model": "mixtral-tiny", "iterations": 12, "warmup": 0}
 DEFAULT_SYSTEMS, DEFAULT_COUNT = "capricorn", 16
@@ -45,17 +49,31 @@ def _duration(context: click.Context, parameter: click.Parameter, text: str | No
         return None
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|min|h)\s*", text)
     seconds = float(match[1]) * _TIME_UNITS[match[2]] if match else 0.0
-    if seconds <= 0:
+    if not 0 < seconds < inf:
         raise ConfigError(f"--mtbf {text!r} is no time; write it as in 30s, 5min or 1h")
     return seconds
+
+
+def _shapes(context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]) -> list[str]:
+    """Returns the shapes of a list, as `2x1` each.
+
+    Raises:
+        ConfigError: one is spelled otherwise.
+    """
+    shapes = listed(context, parameter, texts)
+    for shape in shapes:
+        if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", shape):
+            raise ConfigError(f"--shapes {shape!r} is no shape; write nodes x ranks of each, as in 2x1,3x1")
+    return list(dict.fromkeys(shapes))
 
 
 @command(
     "faults --systems capricorn,gemini --count 32",
     "faults --fault kill@rank=1,iteration=5",
+    "faults --count 1000 --shapes 2x1,2x2,3x1",
     context_settings={"default_map": DEFAULTS},
 )
-@systems_option(DEFAULT_SYSTEMS, "Strike these systems, each with settings of its own; see `list systems`")
+@systems_option(DEFAULT_SYSTEMS, "Inject into these systems, each with settings of its own; see `list systems`")
 @click.option(
     "--kinds",
     multiple=True,
@@ -75,6 +93,14 @@ def _duration(context: click.Context, parameter: click.Parameter, text: str | No
     help="Draw this many failures from --seed, where no --fault is given",
 )
 @click.option(
+    "--shapes",
+    multiple=True,
+    callback=_shapes,
+    metavar="NxR,NxR",
+    panel="Failures",
+    help="Let them come in turn to N nodes of R ranks each, as 2x1,2x2,3x1 (default: as --nodes says)",
+)
+@click.option(
     "--mtbf",
     callback=_duration,
     metavar="TIME",
@@ -83,7 +109,7 @@ def _duration(context: click.Context, parameter: click.Parameter, text: str | No
 )
 @click.option(
     "--node-loss-frac",
-    type=click.FloatRange(0, 1),
+    type=FiniteRange(0, 1),
     default=0.1,
     show_default=True,
     metavar="PART",
@@ -181,8 +207,9 @@ def _require(record: CampaignRecord, out: Path) -> None:
     """Raises ConfigError if this machine cannot run one of the systems, or not write what it leaves below `out`."""
     from capricorn.launch.preflight import require, require_folders
 
-    for variant in record.variants:
-        scenario = record.undisturbed_scenario(AS_CONFIGURED, variant.label)
+    places = [testbed for testbed in record.scenarios if place_of(testbed) == AS_CONFIGURED]
+    for testbed, variant in product(places, record.variants):
+        scenario = record.undisturbed_scenario(testbed, variant.label)
         require(scenario)
         require_folders(scenario, out)
 
@@ -214,7 +241,7 @@ def _show(folder: Path, record: CampaignRecord, *, as_json: bool, quiet: bool) -
 
     economics = record.economics
     text = campaign_markdown(record) if economics is None else economics_markdown(economics)
-    (folder / REPORT).write_text(text, encoding="utf-8")
+    write_text(folder / REPORT, text)
     if as_json:
         print_json(campaign_json(record))
         return

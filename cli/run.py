@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import rich_click as click
 
 from capricorn.config.scenario import Scenario
-from capricorn.errors import ConfigError
+from capricorn.errors import ConfigError, note_once
 from capricorn.records.samples import RECOVERIES, RUN, RecoverySample, RunRecord, read_run, read_samples
 from capricorn.sizing.memory import needs_of
 from capricorn.systems.effect import why_no_effect
@@ -86,6 +87,11 @@ def make_folder(out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot make the folder: {error.strerror}") from None
+    if not os.access(out, os.W_OK | os.X_OK):
+        is_read_only = os.statvfs(out).f_flag & os.ST_RDONLY
+        raise ConfigError(
+            f"--out {out}: {'it is on a read-only file system' if is_read_only else 'no permission to write'}"
+        )
 
 
 def _show(records: dict[Path, RunRecord], repeats: int, as_json: bool, quiet: bool) -> None:
@@ -95,8 +101,12 @@ def _show(records: dict[Path, RunRecord], repeats: int, as_json: bool, quiet: bo
         runs = [record.model_dump(mode="json") for record in records.values()]
         print_json({"runs": runs} if repeats > 1 else runs[0])
     elif quiet:
+        from capricorn.report.terminal.run_table import notes_of
+
         for folder, record in records.items():
             click.echo(f"{folder}: {record.verdict}")
+            for note in notes_of(record):
+                note_once(f"{folder}: {note}")
     else:
         _print_tables(records, repeats)
 

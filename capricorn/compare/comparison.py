@@ -115,7 +115,13 @@ def compare_within(label: str, runs: Runs, scenario: Scenario) -> Comparison:
         rows=rows,
         runs=tuple(run.record.run_id for run in measured),
         # The order of sums is not fixed on other devices.
-        notes=(*_unknown(runs), *_unrepeated(runs), *_machines(measured), *([] if on_cpu else losses)),
+        notes=(
+            *_unknown(runs),
+            *_unrepeated(runs),
+            *_machines(measured),
+            *_remarks(measured),
+            *([] if on_cpu else losses),
+        ),
     )
 
 
@@ -228,6 +234,10 @@ def _unrepeated(runs: Runs) -> list[str]:
 def _machines(runs: Sequence[MeasuredRun]) -> list[str]:
     hosts = sorted({run.record.environment.host for run in runs})
     return [f"runs of several machines: {', '.join(hosts)}"] if len(hosts) > 1 else []
+
+
+def _remarks(runs: Sequence[MeasuredRun]) -> list[str]:
+    return [f"{run.record.run_id}: {note}" for run in runs for note in run.summary["notes"]]
 
 
 def _describe(scenario: Scenario, runs: Sequence[MeasuredRun], num_repeats: int) -> str:

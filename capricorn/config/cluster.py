@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import Annotated, Literal, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from capricorn.config.fields import ByteRate, FrozenModel, Option, PathPart, check
+from capricorn.config.fields import ByteRate, Option, PathPart, SettingsModel, check
 from capricorn.errors import ConfigError
 from capricorn.units import BytesPerSecond, Seconds, count_noun
 
@@ -40,7 +40,7 @@ MEASURED = frozenset({"attention_s", "expert_s", "head_s"})
 """The durations that are given of a cluster that was measured."""
 
 
-class ClusterConfig(FrozenModel):
+class ClusterConfig(SettingsModel):
     """Failure domains, and the cluster they are a scale model of.
 
     `local` runs the nodes as process groups on this machine, one torchrun agent each, with nothing modelled. Any other
@@ -48,8 +48,6 @@ class ClusterConfig(FrozenModel):
     model, bytes and rates are scaled down, or of a measured one (`attention_s`, `expert_s`, `rate_bytes_per_s`), for
     which the model runs as it is.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: Annotated[PathPart, Option("--cluster", "Place", "CLUSTER")] = Field(
         default=LOCAL,
@@ -166,7 +164,7 @@ MIN_GATE_FRAC = 0.5
 where it sorts and counts on the CPU. Their sum, which is the span a checkpoint can use, stays as modelled."""
 
 
-class Pace(FrozenModel):
+class Pace(SettingsModel):
     """Modelled duration of each compute op of the scale model, forward; backward takes twice as long."""
 
     attention_s: Seconds
@@ -190,7 +188,7 @@ class Pace(FrozenModel):
         return self.attention_s + self.gate_s - self.moe_gate_s
 
 
-class IterationTimes(FrozenModel):
+class IterationTimes(SettingsModel):
     """Seconds of one iteration on one node, at balanced expert loads."""
 
     compute_s: Seconds

@@ -11,7 +11,7 @@ from typing import Any, Final, Self
 from pydantic import Field, model_validator
 
 from capricorn.config.fault_kinds import DISK, KINDS, FaultKind, Target, kind_of
-from capricorn.config.fields import FrozenModel, check, validate
+from capricorn.config.fields import SettingsModel, check, validate
 from capricorn.config.own_code import absolute
 from capricorn.errors import ConfigError
 from capricorn.hooks import parse_moment
@@ -20,7 +20,7 @@ from capricorn.units import Seconds
 MAX_SECONDS: Final[Seconds] = 1e9
 
 
-class FaultSpec(FrozenModel):
+class FaultSpec(SettingsModel):
     """One fault: what, to whom, in which iteration, at which moment."""
 
     kind: str
@@ -35,8 +35,9 @@ class FaultSpec(FrozenModel):
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, values: dict[str, object]) -> dict[str, object]:
+        """Fills in what is left out or empty, as the kind says: a record may be older than a key of its kind."""
         kind = KINDS.get(str(values.get("kind")))
-        return values if kind is None else {**kind.defaults, **values}
+        return values if kind is None else kind.defaults | {k: v for k, v in values.items() if v not in ("", None)}
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -76,6 +77,11 @@ class FaultSpec(FrozenModel):
     def hits_persistent_tier(self) -> bool:
         """Whether it damages what lies on the persistent tier, or leaves nothing else."""
         return kind_of(self.kind).hits_persistent_tier or self.where == DISK
+
+    @property
+    def num_persisted(self) -> int:
+        """How many checkpoints must be persisted when it comes, so that one is left to be tried."""
+        return 2 if self.where == DISK else int(self.hits_persistent_tier)
 
     def _check_fits(self, kind: FaultKind) -> None:
         """Raises ConfigError for a key or a place that the kind does not take."""

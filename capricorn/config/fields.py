@@ -78,9 +78,15 @@ PathPart = Annotated[str, AfterValidator(_path_part)]
 
 
 class FrozenModel(BaseModel):
-    """A value that cannot be changed and accepts no unknown field."""
+    """A value that cannot be changed and accepts no unknown field; in JSON, numbers that are not finite are texts."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+
+class SettingsModel(FrozenModel):
+    """Settings that somebody chose, or what was computed from them: every number of them is finite."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from capricorn.config.cluster import ClusterConfig, IterationTimes, Pace
 from capricorn.config.endpoint import parse_endpoint
 from capricorn.config.fault_kinds import KINDS, NO_LINKS
 from capricorn.config.fault_spec import FaultSpec
-from capricorn.config.fields import MAX_TIMEOUT_S, ByteCount, FrozenModel, Option, PathPart, Timeout, check
+from capricorn.config.fields import MAX_TIMEOUT_S, ByteCount, Option, PathPart, SettingsModel, Timeout, check
 from capricorn.config.planner import PlannerConfig
 from capricorn.hooks import DIRECTIONS, MOMENTS, NO_LAYER, OpKey, matches_op
 from capricorn.topology import Topology, expert_split
@@ -27,7 +27,7 @@ MIN_FROZEN_S = 0.5
 """Twice the time between two heartbeats."""
 
 
-class ModelConfig(FrozenModel):
+class ModelConfig(SettingsModel):
     """A decoder-only MoE transformer and the batch each rank trains it on.
 
     Family `mixtral`: RMSNorm, RoPE, grouped-query or latent attention, SwiGLU experts (3 matrices), dropless routing.
@@ -85,7 +85,7 @@ class ModelConfig(FrozenModel):
         return layer >= self.num_dense_layers and (layer + 1) % self.moe_every == 0
 
 
-class Emulation(FrozenModel):
+class Emulation(SettingsModel):
     """The scale model as computed: what it stands for, by what factors, and what it comes to."""
 
     target: ModelConfig | None
@@ -109,7 +109,7 @@ class Emulation(FrozenModel):
         return self.here.rho
 
 
-class LoadsConfig(FrozenModel):
+class LoadsConfig(SettingsModel):
     """Where the loads of the experts come from: the router, a phase of the synthetic generator, or a trace file."""
 
     source: Annotated[str, Option("--loads", "What", "LOADS")] = Field(
@@ -120,7 +120,7 @@ class LoadsConfig(FrozenModel):
     first: int = Field(default=1, gt=0, le=100_000, description="Iteration of the phase or trace to start at")
 
 
-class TrainConfig(FrozenModel):
+class TrainConfig(SettingsModel):
     """How long and with what recipe the model trains; the schedule does not depend on `iterations`."""
 
     iterations: Annotated[int, Option("--iterations", "Work", "N")] = Field(
@@ -156,7 +156,7 @@ class TrainConfig(FrozenModel):
         return self
 
 
-class DataConfig(FrozenModel):
+class DataConfig(SettingsModel):
     """Text to train on: `stdlib` (the sources of the interpreter's standard library) or a file or folder.
 
     Of more than 16 MiB only the first are read, which is many epochs of a benchmark.
@@ -167,7 +167,7 @@ class DataConfig(FrozenModel):
     )
 
 
-class SystemConfig(FrozenModel):
+class SystemConfig(SettingsModel):
     """A checkpointing system and its settings."""
 
     name: Annotated[str, Option("--system", "What", "SYSTEM")] = Field(
@@ -213,7 +213,7 @@ class SystemConfig(FrozenModel):
         return {"idle_priority" if key == "give_way" else key: value for key, value in values.items()}
 
 
-class PersistConfig(FrozenModel):
+class PersistConfig(SettingsModel):
     """The persistent tier of the systems that replicate: which of their checkpoints it gets, and where it lies."""
 
     every: Annotated[int, Option("--persist-every", "Checkpoints", "N")] = Field(
@@ -228,7 +228,7 @@ class PersistConfig(FrozenModel):
     timeout_s: Timeout = Field(default=60.0, description="Seconds to wait at most for the writers of other ranks")
 
 
-class StoreConfig(FrozenModel):
+class StoreConfig(SettingsModel):
     """Where the memory store lives."""
 
     root: str = Field(default="/dev/shm", description="Folder of the memory stores, on a tmpfs")
@@ -242,7 +242,7 @@ def _current_restart(value: Any) -> Any:
     return "fork-server" if value == "warm" else value
 
 
-class LaunchConfig(FrozenModel):
+class LaunchConfig(SettingsModel):
     """What is passed through to torchrun; `nnodes` > 0 means real machines, this one being `node_rank`."""
 
     nnodes: Annotated[int, Option("--nnodes", "Machines", "N")] = Field(
@@ -281,7 +281,7 @@ class LaunchConfig(FrozenModel):
         return self.restart == "torchrun" or self.nnodes > 0
 
 
-class Scenario(FrozenModel):
+class Scenario(SettingsModel):
     """All that defines a run; stored resolved in its record."""
 
     model: Annotated[ModelConfig, Option("--model", "What", "MODEL", written="mixtral-small")] = Field(
@@ -369,10 +369,10 @@ def ops_of(model: ModelConfig) -> list[OpKey]:
 
 
 def _check_fault(fault: FaultSpec, topology: Topology, model: ModelConfig, iterations: int) -> None:
-    can_strike = fault.op in MOMENTS or any(
+    can_come = fault.op in MOMENTS or any(
         matches_op(fault.op, op, edge) for op in ops_of(model) for edge in ("begin", "end")
     )
-    check(can_strike, f"fault {fault} can never strike: {model.name} has no such op")
+    check(can_come, f"fault {fault} can never be triggered: {model.name} has no such op")
     if fault.rank is not None:
         check(fault.rank < topology.world_size, f"fault {fault} names rank {fault.rank} of {topology.world_size}")
     if fault.node is not None:

@@ -21,6 +21,9 @@ from capricorn.runtime.comm.addresses import own_address
 from capricorn.runtime.comm.collectives import maximum
 
 COLLECTIVE_TIMEOUT: Final = timedelta(seconds=120)
+SUPERVISED_TIMEOUT: Final = timedelta(minutes=30)
+"""The timeout of collectives where node agents and launcher find ranks that hang, much earlier. They know when all were
+paused; a collective does not, and a short timeout would be over after any pause that is longer."""
 JOIN_TIMEOUT: Final = timedelta(seconds=15)
 """How long finding the rendezvous store may take."""
 
@@ -88,9 +91,9 @@ class ForkedContext:
         # A store that outlives all ranks needs a name for each attempt: addresses of the dead must not be read.
         store = PrefixStore(f"attempt{self.attempt}", self._store())
         dist.init_process_group(
-            backend, store=store, rank=self.rank, world_size=self.world_size, timeout=COLLECTIVE_TIMEOUT
+            backend, store=store, rank=self.rank, world_size=self.world_size, timeout=SUPERVISED_TIMEOUT
         )
-        return RendezvousResult(dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT), self.attempt)
+        return RendezvousResult(dist.new_group(backend="gloo", timeout=SUPERVISED_TIMEOUT), self.attempt)
 
     def address(self) -> str:
         return _emulated(self._job, self.rank)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import fcntl
+import ipaddress
 import os
+import socket
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -16,11 +20,17 @@ from capricorn.config.planner import PlannerConfig
 from capricorn.config.scenario import PersistConfig, SystemConfig
 from capricorn.errors import ConfigError, StoreError
 from capricorn.runtime.comm.addresses import listening_address
-from capricorn.runtime.comm.collectives import maximum
+from capricorn.runtime.comm.collectives import gather_texts, maximum, waiting_for
+from capricorn.runtime.deadline import check_timeout
 from capricorn.runtime.store.node_store import RUN_PREFIX, NodeStore, lock_folder
 from capricorn.systems.interface import JobContext
 from capricorn.topology import Topology
 from capricorn.units import Seconds
+
+BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+NETWORK: Final = Path("/proc/self/ns/net")
+POLL_S: Final[Seconds] = 0.02
+_TEXT_BYTES: Final = 128
 
 
 def join_job(
@@ -52,9 +62,12 @@ def join_job(
 
     Raises:
         ConfigError: this is not a torchrun worker, `run_id` cannot be part of a file's name, there are more replicas
-            than nodes, `persist` names no folder, or `address` is not of this machine.
+            than nodes, `persist` names no folder, no such timeout can be waited for, or `address` is not of this
+            machine, or one that peers on other machines do not reach.
         StoreError: the store cannot be made.
+        PeerLostError: a peer is gone, or did not come in time.
     """
+    check_timeout("timeout_s", timeout_s)
     check_path_part(run_id, "run_id")
     persist = persist or PersistConfig()
     if persist.every and not persist.dir:
@@ -64,13 +77,18 @@ def join_job(
         restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     except KeyError as error:
         raise ConfigError(f"{error.args[0]} is not set; start the job with torchrun") from None
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    if (world := dist.group.WORLD) is None:
+        raise ConfigError("there is no process group; call init_process_group before join_job")
+    with waiting_for(world, "a group of all ranks for checkpoints"):
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     topology = Topology(dist.get_world_size() // local_size, local_size)
     if config.replicas > topology.num_nodes:
         raise ConfigError(f"replicas={config.replicas} needs as many nodes, there are {topology.num_nodes}")
+    attempt = maximum(group, restarts, "the others to tell how often the job has started")
+    _refuse_loopback(gather_texts(group, f"{_network()} {address}", _TEXT_BYTES, "the others' addresses"))
     return JobContext(
         run_id=run_id,
-        attempt=maximum(group, restarts),
+        attempt=attempt,
         topology=topology,
         rank=rank,
         device=torch.device(device),
@@ -90,6 +108,39 @@ def _make_persistent_tier(folder: Path) -> Path:
     except OSError as error:
         raise ConfigError(f"persist.dir {folder}: cannot make the folder: {error.strerror}") from None
     return folder.resolve()
+
+
+def _network() -> str:
+    """Returns what tells the network of this process from others: a loopback address leads nowhere out of it."""
+    try:
+        return f"{BOOT_ID.read_text().strip()}/{NETWORK.readlink()}"
+    except OSError:  # no Linux, or no /proc
+        return socket.gethostname()
+
+
+def _refuse_loopback(ends: Sequence[str]) -> None:
+    """Refuses, on all ranks alike, a loopback address where there are several machines.
+
+    Args:
+        ends: by rank, its network and its address.
+
+    Raises:
+        ConfigError: a rank has one.
+    """
+    networks, _, addresses = zip(*(end.partition(" ") for end in ends), strict=True)
+    loopback = [rank for rank, address in enumerate(addresses) if _is_loopback(address)]
+    if len(set(networks)) > 1 and loopback:
+        raise ConfigError(
+            f"address={addresses[loopback[0]]!r} of rank {loopback[0]} is a loopback address, and the ranks are on "
+            f"{len(set(networks))} machines: give each rank the address of its own node's interface"
+        )
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
 
 
 def _make_store(folder: Path, run_id: str, node: int, topology: Topology) -> Path:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from math import isfinite
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from capricorn.config.scenario import Scenario
 from capricorn.errors import ConfigError
+from capricorn.files import failure, read_text
+from capricorn.records.failures import injected
 from capricorn.records.samples import EventSample, IterationSample
 from capricorn.stats.fidelity import fidelity, fidelity_faults
 from capricorn.stats.numbers import quantile, ratio, total
@@ -48,7 +51,7 @@ def summary_of(run: RunSamples, run_dir: Path, scenario: Scenario, num_cpus: int
     summary: Summary = {"iterations": run.num_done, **_times(run), **_checkpoints(run), **_recoveries(run)}
     summary |= {"due_persists": _due_persists(run, scenario)}
     summary |= _moved(run) | _memory(run, run_dir) | planning(run.measured) | fidelity(run_dir, scenario, num_cpus)
-    return summary, verdict(summary, scenario)
+    return summary | _remarks(run), verdict(summary, scenario)
 
 
 def verdict(summary: Summary, scenario: Scenario) -> str:
@@ -63,8 +66,8 @@ def verdict(summary: Summary, scenario: Scenario) -> str:
     elif summary["effective"] < summary["requested"]:
         faults.append(f"effective checkpoints {summary['effective']} of {summary['requested']} requested")
     faults += _persist_faults(summary)
-    if summary["faults_struck"] < len(scenario.faults) and not scenario.launch.nnodes:
-        faults.append(f"faults that struck {summary['faults_struck']} of {len(scenario.faults)}")
+    if summary["faults_triggered"] < len(scenario.faults) and not scenario.launch.nnodes:
+        faults.append(f"faults that were triggered {summary['faults_triggered']} of {len(scenario.faults)}")
     is_measured = scenario.cluster.is_measured
     faults += fidelity_faults(summary, "give longer ops" if is_measured else "set cluster.iteration_s higher")
     return "; ".join(faults) or "ok"
@@ -92,6 +95,17 @@ def _times(run: RunSamples) -> Summary:
         "tokens_per_s": ratio(sum(each.tokens for each in run.steady), total(durations_s)),
         "final_loss": run.iterations[-1].loss if run.iterations else None,
     }
+
+
+def _remarks(run: RunSamples) -> Summary:
+    """Returns what is to be known of a run and does not speak against it.
+
+    A loss that is not finite is none of its faults: how well a recipe trains is not what is measured, and checkpoints
+    of such a state are kept and compared like any other.
+    """
+    first = next((each.iteration for each in run.iterations if not isfinite(each.loss)), None)
+    notes = [] if first is None else [f"the loss is not finite from iteration {first} on"]
+    return {"not_finite_from": first, "notes": [*notes, *run.notes]}
 
 
 def _checkpoints(run: RunSamples) -> Summary:
@@ -145,7 +159,7 @@ def _recoveries(run: RunSamples) -> Summary:
         "recoveries": len(run.recoveries),
         "lost_iterations": sum(recovery.lost_iterations for recovery in run.recoveries),
         "recovery_s": float(sum(seconds for recovery in run.recoveries for seconds in recovery.phases_s.values())),
-        "faults_struck": sum(event.event == "fault" for event in run.events),
+        "faults_triggered": len(injected(run.events)),
     }
 
 
@@ -169,8 +183,10 @@ def _memory(run: RunSamples, run_dir: Path) -> Summary:
 
 def _store_bytes(path: Path) -> int | None:
     try:
-        return int(json.loads(path.read_text(encoding="utf-8"))["store_bytes"])
+        return int(json.loads(read_text(path))["store_bytes"])
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise failure(f"read {path}", error) from None
     except (ValueError, TypeError, KeyError):
         raise ConfigError(f"{path} is damaged: it does not give store_bytes") from None

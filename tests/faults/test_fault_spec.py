@@ -1,4 +1,4 @@
-"""Injected failures: which can happen to what, when they strike, and what they do to copies and files."""
+"""Injected failures: which can happen to what, when they come, and what they do to copies and files."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from capricorn.config.cluster import ClusterConfig
 from capricorn.config.fault_kinds import KINDS
+from capricorn.config.fault_spec import FaultSpec
 from capricorn.config.fields import validate
 from capricorn.config.scenario import Scenario
 from capricorn.errors import ConfigError
@@ -25,7 +28,10 @@ from capricorn.faults.feasibility import check_faults
 from capricorn.faults.inject import INJECTIONS
 from capricorn.faults.injector import FaultInjector
 from capricorn.faults.kill_point import KillPoint
+from capricorn.faults.persisted import MOST_S, PersistedWait
 from capricorn.faults.process_registry import ProcessName
+from capricorn.records.failures import injected
+from capricorn.records.job_file import Job
 from capricorn.records.samples import EVENTS, EventSample, read_samples
 from capricorn.runtime.store.node_store import NodeStore
 from capricorn.runtime.store.slot import AUDIT_EVENT
@@ -60,6 +66,11 @@ def test_every_kind_can_be_made_to_happen() -> None:
         ("tmpfs-full@rank=0,iteration=3", ("system.name=dcp", "storage.medium=tmpfs"), ""),
         ("partition@node=0,iteration=3", (), "--cluster"),
         ("group-loss@node=0,iteration=3", (), ""),
+        ("pause@iteration=3", (), ""),
+        ("pause@iteration=3,seconds=0", (), "use seconds=S"),
+        ("fork-server@node=0,iteration=3", (), ""),
+        ("fork-server@node=0,iteration=3", ("launch.restart=torchrun",), "torchrun starts the ranks here"),
+        ("truncate@rank=0,iteration=3,where=previous", ("system.replicas=1",), "--replicas 2"),
         ("group-loss@node=0,iteration=3", ("launch.nnodes=2", "launch.rdzv_endpoint=a:1"), "leave out --nnodes"),
     ],
 )
@@ -87,7 +98,11 @@ def test_an_endless_partition_is_refused_only_where_links_are_paced() -> None:
 
 @pytest.mark.parametrize(
     ("text", "settings"),
-    [("tmpfs-full@rank=0,iteration=3", ()), ("disk-full@iteration=3", ("system.name=torch-save",))],
+    [
+        ("tmpfs-full@rank=0,iteration=3", ()),
+        ("disk-full@iteration=3", ("system.name=torch-save",)),
+        ("records-full@iteration=3", ()),
+    ],
 )
 def test_a_large_file_system_is_never_filled(text: str, settings: tuple[str, ...], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="mount a small tmpfs"):
@@ -97,22 +112,99 @@ def test_a_large_file_system_is_never_filled(text: str, settings: tuple[str, ...
     assert not list(tmp_path.iterdir())
 
 
+def test_a_machine_without_swap_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("psutil.swap_memory", lambda: SimpleNamespace(total=0))
+    with pytest.raises(ConfigError, match="this machine has no swap"):
+        check_faults(with_faults("swap@rank=0,iteration=3"), tmp_path)
+
+
+def test_a_key_that_an_older_record_does_not_have_or_leaves_empty_is_as_the_kind_says() -> None:
+    older = {"kind": "clock-jump", "iteration": 3, "rank": 1, "node": None, "where": "", "seconds": 60.0, "call": None}
+    assert FaultSpec.model_validate(older) == fault("clock-jump@rank=1,iteration=3,where=ahead,seconds=60")
+
+
 # --- when
 
 
-def test_a_fault_is_injected_once_however_often_the_rank_starts(tmp_path: Path) -> None:
-    job = make_job(tmp_path, "clock-jump@rank=1,iteration=3,op=after_update")
+@pytest.mark.parametrize(("where", "sign"), [("ahead", 1), ("back", -1)])
+def test_a_fault_is_injected_once_however_often_the_rank_starts(where: str, sign: int, tmp_path: Path) -> None:
+    job = make_job(tmp_path, f"clock-jump@rank=1,iteration=3,op=after_update,where={where}")
     before = time.time
     try:
         for attempt in range(2):
             injector = FaultInjector(job, 1, attempt)
             injector.on_iteration_begin(3)
             injector.after_update(3)
-            assert before() + 3500 < time.time() < before() + 3700
+            assert before() + sign * 3600 - 100 < time.time() < before() + sign * 3600 + 100
     finally:
         time.time = before
     (event,) = read_samples(job.run_dir / EVENTS, EventSample)
     assert (event.event, event.rank, event.iteration, event.detail) == ("fault", 1, 3, str(job.scenario.faults[0]))
+
+
+def test_a_note_of_a_fault_has_what_was_on_disk_right_before_it(tmp_path: Path) -> None:
+    job = make_job(tmp_path, "clock-jump@rank=1,iteration=3,op=after_update,seconds=0")
+    assert job.files_dir is not None
+    for iteration in (10, 9):
+        checkpoint(job.files_dir, iteration)
+    checkpoint(job.files_dir, 11, is_complete=False)
+    before = time.time
+    try:
+        injector = FaultInjector(job, 1, 0)
+        injector.on_iteration_begin(3)
+        injector.after_update(3)
+    finally:
+        time.time = before
+    (event,) = read_samples(job.run_dir / EVENTS, EventSample)
+    assert event.on_disk == (9, 10)
+
+
+def checkpoint(folder: Path, iteration: int, *, is_complete: bool = True) -> None:
+    """A checkpoint of the persistent tier, or what has become of one so far."""
+    (path := folder / f"iteration-{iteration:08}").mkdir()
+    (path / "data").write_bytes(bytes(100))
+    if is_complete:
+        (path / "commit.json").write_text("{}")
+
+
+class Disk:
+    """The files of a run, of which another one is complete whenever somebody has waited long enough; and the time."""
+
+    def __init__(self, job: Job, every_s: float) -> None:
+        assert job.files_dir is not None
+        self.folder, self.every_s, self.now_s, self.num = job.files_dir, every_s, 0.0, 0
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def sleep(self, duration_s: float) -> None:
+        self.now_s += duration_s
+        while (self.num + 1) * self.every_s < self.now_s:
+            self.num += 1
+            checkpoint(self.folder, self.num)
+
+
+@pytest.mark.parametrize(
+    ("text", "every_s", "num"),
+    [
+        ("corrupt@rank=1,iteration=8,where=disk", 0.001, 2),
+        ("corrupt@rank=1,iteration=8,where=disk", 3.0, 2),
+        ("group-loss@node=1,iteration=8", 3.0, 1),
+        ("kill@rank=1,iteration=8", 3.0, 0),
+        ("corrupt@rank=1,iteration=8,where=disk", 1e9, 0),
+    ],
+)
+def test_a_run_is_held_up_until_as_much_is_on_disk_as_a_fault_leaves_one_of_but_not_for_ever(
+    text: str, every_s: float, num: int, tmp_path: Path
+) -> None:
+    job = make_job(tmp_path)
+    job = job.model_copy(update={"scenario": override(job.scenario, ["persist.every=2"])})
+    disk = Disk(job, every_s)
+    wait = PersistedWait(job, [fault(text)], disk.clock, disk.sleep)
+    for iteration in range(1, 20):
+        wait.before(iteration)
+    assert min(2, disk.num) == num
+    assert disk.now_s <= MOST_S + 1
 
 
 def test_nothing_stands_in_the_way_of_a_rank_without_failures(tmp_path: Path) -> None:
@@ -138,7 +230,7 @@ def test_nodes_that_are_lost_at_the_same_moment_are_lost_by_whoever_comes_first(
     with sleeper() as agent:
         (job.run_dir / "workers").mkdir()
         name = ProcessName.of(agent.pid)
-        (job.run_dir / "workers" / "0").write_text(f"{name.pid} {name.created_s} " * 2)
+        (job.run_dir / "workers" / "0").write_text(f"{name} " * 2)
 
         def come_to_the_moment() -> None:
             injector = FaultInjector(job, 1, 0)
@@ -163,6 +255,14 @@ def test_only_the_newest_copy_of_that_rank_in_that_place_is_damaged(
     job = make_job(tmp_path)
     damage_copies(fault(f"{kind}@rank=1,iteration=5,where={where}"), job, 1)
     assert damaged(job) == [(node, 1, 4 if kind == "corrupt" else 0)]
+
+
+@pytest.mark.parametrize("kind", ["corrupt", "truncate"])
+def test_the_second_newest_copy_is_damaged_and_the_newer_one_lost_on_that_node_alone(kind: str, tmp_path: Path) -> None:
+    job = make_job(tmp_path)
+    damage_copies(fault(f"{kind}@rank=1,iteration=5,where=previous"), job, 1)
+    assert {(node, owner) for node, owner, _ in damaged(job)} == {(1, 1)}
+    assert len(damaged(job)) == 2
 
 
 def test_the_same_bit_is_flipped_whenever_the_run_is_repeated(tmp_path: Path) -> None:
@@ -315,3 +415,68 @@ def test_a_process_is_killed_right_before_the_change_of_its_store_that_was_asked
     assert in_child(write) == -signal.SIGKILL
     states = {copy.iteration: copy.state for copy in NodeStore.open(tmp_path / "node").inventory()}
     assert states == {1: "complete", 2: "writing"}
+
+
+# --- what the record says of it
+
+
+class EndedError(Exception):
+    """SIGTERM came."""
+
+
+def ended(signum: int, frame: object) -> None:
+    raise EndedError
+
+
+@pytest.mark.parametrize("moment", ["claimed", "noted"])
+def test_a_fault_that_is_noted_has_happened_also_if_the_run_is_ended_meanwhile(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, done = make_job(tmp_path, "clock-jump@rank=1,iteration=3"), list[str]()
+    tell = FaultInjector._tell
+
+    def tell_and_be_ended(self: FaultInjector, *arguments: Any) -> None:
+        if moment == "claimed":
+            os.kill(os.getpid(), signal.SIGTERM)
+        tell(self, *arguments)
+        if moment == "noted":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(FaultInjector, "_tell", tell_and_be_ended)
+    monkeypatch.setattr("capricorn.faults.injector.inject", lambda fault, context: done.append(str(fault)))
+    before = signal.signal(signal.SIGTERM, ended)
+    try:
+        with pytest.raises(EndedError):
+            come_to_iteration_3(job)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert len(done) == len(injected(list(read_samples(job.run_dir / EVENTS, EventSample)))) == 1
+
+
+def come_to_iteration_3(job: Job) -> None:
+    injector = FaultInjector(job, 1, 0)
+    injector.on_iteration_begin(3)
+    injector.before_update(3)
+
+
+def test_a_fault_that_is_noted_and_fails_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(fault: FaultSpec, context: object) -> None:
+        raise OSError("no tool for it")
+
+    job = make_job(tmp_path, "clock-jump@rank=1,iteration=3")
+    monkeypatch.setattr("capricorn.faults.injector.inject", fail)
+    with pytest.raises(OSError, match="no tool for it"):
+        come_to_iteration_3(job)
+    events = list(read_samples(job.run_dir / EVENTS, EventSample))
+    assert [event.event for event in events] == ["fault", "not-injected"]
+    assert injected(events) == []
+
+
+def test_a_jumped_clock_is_in_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = make_job(tmp_path, "clock-jump@rank=1,iteration=3")
+    before_s = job.now_s()
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    monkeypatch.setattr("capricorn.faults.injector.inject", lambda fault, context: None)
+    come_to_iteration_3(Job.model_validate_json(job.model_dump_json()))
+    (event,) = read_samples(job.run_dir / EVENTS, EventSample)
+    assert before_s <= event.at_s <= job.now_s()

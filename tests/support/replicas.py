@@ -50,14 +50,14 @@ class Pair:
             route=route,
         )
 
-    def staged(self, iteration: int, keep: int = 0) -> Slot:
+    def staged(self, iteration: int, keep: int | None = 0) -> Slot:
         """A complete local copy of random bytes."""
         slot = self.owner_store.begin(OWNER, iteration, keep)
         fill(slot, os.urandom(self.layout.payload_bytes))
         slot.commit()
         return slot
 
-    def replicate(self, slot: Slot, iteration: int, keep: int = 0, link: ReplicaLink | None = None) -> None:
+    def replicate(self, slot: Slot, iteration: int, keep: int | None = 0, link: ReplicaLink | None = None) -> None:
         link = link or self.link
         link.begin(iteration, keep)
         link.send_range(iteration, slot, 0, self.layout.payload_bytes)

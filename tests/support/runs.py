@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -91,7 +91,7 @@ class Run(Done):
         return list(read_samples(self._folder() / OPS, OpSample))
 
     @property
-    def num_struck(self) -> int:
+    def num_triggered(self) -> int:
         """Injected failures that happened."""
         return sum(event.event == "fault" for event in self.events)
 
@@ -148,7 +148,13 @@ class LiveRun:
     """A run from the moment it is started; whatever happens, leaving the block ends all of its processes."""
 
     def __init__(
-        self, out: Path, *options: str | Path, prefix: Sequence[str] = (), program: Sequence[str] = PROGRAM
+        self,
+        out: Path,
+        *options: str | Path,
+        prefix: Sequence[str] = (),
+        program: Sequence[str] = PROGRAM,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
     ) -> None:
         self._out, self._mark = out, uuid.uuid4().hex
         out.mkdir(parents=True, exist_ok=True)
@@ -161,7 +167,8 @@ class LiveRun:
             stdin=subprocess.DEVNULL,
             stdout=self._stdout,
             stderr=self._stderr,
-            env={**os.environ, MARK: self._mark},
+            env={**(os.environ if env is None else env), MARK: self._mark},
+            cwd=cwd,
             start_new_session=True,  # a process group of its own, as a shell makes it
         )
 

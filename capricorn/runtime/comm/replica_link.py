@@ -92,15 +92,15 @@ class ReplicaLink:
         self._manifest = manifest.encode()
         self._open()
 
-    def begin(self, iteration: int, keep: int) -> None:
-        """Starts a replica of `iteration`; the holder keeps `keep`. Opens the link again if it had broken.
+    def begin(self, iteration: int, keep: int | None) -> None:
+        """Starts a replica of `iteration`; the holder keeps `keep`, if any. Opens the link again if it had broken.
 
         Raises:
             TransportError: the holder cannot be reached or refuses us.
         """
         if self._sock is None:
             self._open()
-        self._send(Frame(FrameKind.BEGIN, iteration, size=keep))
+        self._send(Frame.begin(iteration, keep))
 
     def send_range(self, iteration: int, source: Source, start: int, stop: int) -> None:
         """Sends a range of a shard; returns when the kernel has taken it, which is not yet delivery.

@@ -17,7 +17,7 @@ import stat
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -25,7 +25,7 @@ from pydantic import ValidationError
 
 from capricorn.config.fields import FrozenModel
 from capricorn.errors import ConfigError, StoreError
-from capricorn.runtime.store.slot import AUDIT_EVENT, COMPLETE, Layout, Slot, read_header
+from capricorn.runtime.store.slot import AUDIT_EVENT, COMPLETE, Header, Layout, Slot, enlarge, read_header
 from capricorn.sizing.memory import NUM_SLOTS
 from capricorn.systems.interface import Copy
 from capricorn.topology import Topology
@@ -114,17 +114,37 @@ class NodeStore:
     def open_slots(self, owner: int, layout: Layout, num_slots: int = NUM_SLOTS) -> list[Slot]:
         """Returns the slots of an owner; those that are missing are made, and what survives in the others is kept.
 
-        One more slot than usual allows one of them to be pinned.
+        One more slot than usual allows one of them to be pinned. Copies of the same layout that are smaller, since the
+        small values had less room, are enlarged.
 
         Raises:
             StoreError: there is no room, or they hold a state of another layout.
         """
         if owner not in self._slots:
-            paths = [self.folder / f"owner{owner}.slot{k}" for k in range(num_slots)]
+            paths = [self._slot_path(owner, number) for number in range(num_slots)]
+            for path in paths:
+                self._fit(path, owner, layout)
             self._slots[owner] = [Slot(path, owner, layout) for path in paths]
         return self._slots[owner]
 
-    def begin(self, owner: int, iteration: int, keep: int, attempt: int = 0) -> Slot:
+    def complete_headers(self, owner: int) -> list[Header]:
+        """Returns the headers of the complete copies of an owner that lie here, of whatever layout."""
+        headers = [header for copy in self.inventory() if copy.owner == owner and (header := read_header(copy.path))]
+        return [header for header in headers if header.state == COMPLETE]
+
+    def _slot_path(self, owner: int, number: int) -> Path:
+        return self.folder / f"owner{owner}.slot{number}"
+
+    def _fit(self, path: Path, owner: int, layout: Layout) -> None:
+        """Makes a slot file one of that layout, if nothing in it is lost by that."""
+        if not path.exists() or (header := read_header(path)) is None or header.layout == layout:
+            return
+        if header.state != COMPLETE:
+            path.unlink()
+        elif header.layout == replace(layout, payload_bytes=header.layout.payload_bytes):
+            enlarge(path, owner, layout)
+
+    def begin(self, owner: int, iteration: int, keep: int | None, attempt: int = 0) -> Slot:
         """Returns the slot to write an iteration into: never one that is pinned, nor the one that holds `keep`.
 
         A damaged slot is taken first, then the oldest.
@@ -134,14 +154,49 @@ class NodeStore:
         Args:
             owner: whose state is written.
             iteration: of that state.
-            keep: the newest iteration that is complete on all ranks; 0 is none.
+            keep: the newest iteration that is complete on all ranks; None if there is none.
             attempt: counts the starts of the job.
         """
-        kept = self.read(owner, keep) if keep else None
+        kept = self.read(owner, keep) if keep is not None else None
         free = (slot for slot in self._slots[owner] if slot is not kept and slot not in self._pinned)
         slot = min(free, key=_age)
         slot.begin(iteration, attempt)
         return slot
+
+    def receive(self, owner: int, iteration: int, keep: int | None, attempt: int = 0) -> Slot:
+        """Returns a slot to write an iteration into that is not verified yet, and may prove damaged half way.
+
+        No complete copy is given up for it: where all slots hold one, it is a spare that nobody finds, until `adopt`.
+        Without room for a spare the oldest one but `keep` is given up.
+
+        Args:
+            owner: whose state is written.
+            iteration: of that state.
+            keep: the iteration that is taken if this one proves damaged; None if there is none.
+            attempt: counts the starts of the job.
+        """
+        slots = self._slots[owner]
+        if all(slot.is_complete or slot in self._pinned for slot in slots):
+            path = self.folder / f"owner{owner}.spare"
+            with contextlib.suppress(StoreError):
+                path.unlink(missing_ok=True)
+                spare = Slot(path, owner, slots[0].layout)
+                path.unlink()  # its memory lives as long as it is mapped
+                spare.begin(iteration, attempt)
+                return spare
+        return self.begin(owner, iteration, keep, attempt)
+
+    def adopt(self, copy: Slot, keep: int | None = None) -> None:
+        """Puts a verified, complete copy from `receive` into one of its owner's slots, the oldest but `keep`."""
+        header = copy.header
+        if copy in self._slots[copy.owner] or header is None:
+            return
+        slot = self.begin(copy.owner, header.iteration, keep, header.attempt)
+        slot.payload[:] = copy.payload
+        for index in range(slot.layout.num_blocks):
+            slot.table[index] = copy.table[index]
+        slot.commit()
+        copy.close()
 
     def commit(self, copy: Slot) -> None:
         copy.commit()
@@ -166,13 +221,20 @@ class NodeStore:
         headers = (slot.header for slot in self._slots[owner] if slot.is_complete)
         return [header.iteration for header in headers if header is not None]
 
-    def forget_after(self, iteration: int) -> None:
-        """Empties the slots of later iterations: after a rollback they belong to an abandoned future."""
+    def forget_after(self, iteration: int | None) -> None:
+        """Empties the slots of later iterations, None for all: after a rollback they belong to an abandoned future."""
         for slots in self._slots.values():
             for slot in slots:
                 header = slot.header
-                if header is None or header.iteration > iteration:
+                if header is None or iteration is None or header.iteration > iteration:
                     slot.abort()
+
+    def read_manifest(self, owner: int) -> dict[str, Any]:
+        """Returns the layout of an owner's state; empty if it is not there or does not read."""
+        try:
+            return _read_json(self.manifest_path(owner))
+        except StoreError:
+            return {}
 
     def manifest_path(self, owner: int) -> Path:
         """Returns the file that holds the layout of that owner's state."""
