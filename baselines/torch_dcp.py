@@ -37,7 +37,7 @@ from capricorn.units import Seconds
 
 from .checkpoint_folders import REMOVED
 from .file_checkpoints import FileCheckpoints, Library, Write, in_words
-from .file_settings import DcpSettings
+from .file_settings import DcpAsyncSettings, DcpSettings
 from .torch_save import without_crc32
 
 SIGN: Final = ".metadata"
@@ -222,7 +222,7 @@ class DcpAsync(FileCheckpoints):
     Source: torch.distributed.checkpoint of the torch that is installed.
     """
 
-    settings = DcpSettings
+    settings = DcpAsyncSettings
 
     def make_library(self, job: JobContext, state: FlatState) -> Library:
         return DcpProcess(job, state) if job.settings.mode == "process" else DcpThread(job, state)

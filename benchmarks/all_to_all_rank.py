@@ -1,6 +1,7 @@
 """One rank of the `links` benchmark: all-to-alls, beside a checkpoint stream to the next node if asked to.
 
-python -m benchmarks.all_to_all_rank PARENT RANK NUM_RANKS FOLDER ADDRESS,... STREAM [LINKS]; STREAM is none, fifo or low.
+python -m benchmarks.all_to_all_rank PARENT RANK NUM_RANKS FOLDER ADDRESS,... STREAM [LINKS]
+STREAM is none, fifo or low.
 """
 
 from __future__ import annotations

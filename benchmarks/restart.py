@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
 from benchmarks.timing import ratio
-from capricorn.records.samples import RECOVERIES, RecoverySample, read_samples
+from capricorn.process import PYTHON
+from capricorn.records.samples import RECOVERIES, RECOVERY_PHASES, RecoverySample, read_samples
 from capricorn.units import Seconds
 
 ROUNDS = 5
 WAYS = ("fork-server", "torchrun")
 FAULTS = ("kill@rank=1,iteration=8", "kill-all@iteration=8", "node-loss@node=1,iteration=8")
-PHASES = ("detect_s", "restart_s", "agree_s", "fetch_s", "load_s", "first_iteration_s")
 
 
 def _phases(fault: str, way: str, out: str) -> list[Seconds]:
-    command = [sys.executable, "-m", "capricorn.cli", "run", "--model", "mixtral-tiny", "--iterations", "12"]
+    command = [*PYTHON, "capricorn.cli", "run", "--model", "mixtral-tiny", "--iterations", "12"]
     command += ["--fault", fault, "--set", f"launch.restart={way}", "--out", out, "--json"]
     run_id = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)["run_id"]
     (recovery,) = read_samples(Path(out) / run_id / RECOVERIES, RecoverySample)
-    return [getattr(recovery, phase) for phase in PHASES]
+    return [getattr(recovery, phase) for phase in RECOVERY_PHASES]
 
 
 def main() -> None:
@@ -41,6 +40,6 @@ def main() -> None:
             for way, rounds in measured.items():
                 parts = [
                     f"{name.removesuffix('_s')} {median(part):.3f}"
-                    for name, part in zip(PHASES, zip(*rounds, strict=True), strict=True)
+                    for name, part in zip(RECOVERY_PHASES, zip(*rounds, strict=True), strict=True)
                 ]
                 print(f"  {way}: {median(totals[way]):.3f} s, worst {max(totals[way]):.3f} s: {', '.join(parts)}")

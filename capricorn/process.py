@@ -1,5 +1,6 @@
-"""What processes may rely on about each other: who ends with whom, who was asleep, who is the same one as before.
+"""What processes may rely on about each other: how they start, who ends with whom, who was asleep, who is the same one.
 
+Modules are never looked for in the working folder first: a user's `random.py` there would stand in for Python's own.
 A process is judged by others in three ways, none of which trusts the clock on the wall:
 
 | question                        | answered by                                                                   |
@@ -26,6 +27,8 @@ from typing import Final, Protocol
 
 from capricorn.units import Seconds
 
+PYTHON: Final = (sys.executable, "-P", "-m")
+"""Starts a module: `[*PYTHON, MODULE, *ARGS]`."""
 KILL_TIMEOUT_S: Final[Seconds] = 5.0
 """How long a process may take to end that was killed; one that takes longer waits within the kernel."""
 _PR_SET_PDEATHSIG: Final = 1

@@ -116,7 +116,8 @@ def compare(
     experiment = experiment_of(context, file)
     if dry_run:
         _show_plan(experiment, as_json)
-    _require(each.scenario_of(variant.label) for each in experiment.comparisons for variant in each.variants)
+    scenarios = (each.scenario_of(variant.label) for each in experiment.comparisons for variant in each.variants)
+    _require(scenarios, experiment.out)
     if dry_run:
         return 0
     return _carry_out(_new_folder(experiment), as_json=as_json, quiet=quiet, verbose=verbose)
@@ -125,12 +126,13 @@ def compare(
 # --- runs to be made ---------------------------------------------------------------------------------------------
 
 
-def _require(scenarios: Iterable[Scenario]) -> None:
-    """Raises ConfigError if this machine cannot run one of them."""
-    from capricorn.launch.preflight import require
+def _require(scenarios: Iterable[Scenario], out: Path) -> None:
+    """Raises ConfigError if this machine cannot run one of them, or not write what it leaves below `out`."""
+    from capricorn.launch.preflight import require, require_folders
 
     for scenario in scenarios:
         require(scenario)
+        require_folders(scenario, out)
 
 
 def _missing(folder: Path, record: CompareRecord) -> Iterator[Scenario]:
@@ -159,7 +161,7 @@ def _carry_out(folder: Path, *, as_json: bool, quiet: bool, verbose: bool) -> in
     """Makes the runs that are missing in the folder, and shows what its comparisons then come to."""
     with alone_in(folder):
         record = read_compare(folder, goes_on=True)
-        _require(_missing(folder, record))
+        _require(_missing(folder, record), folder.parent)
         return _make_missing(folder, record, as_json=as_json, quiet=quiet, verbose=verbose)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from itertools import product
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from capricorn.campaign.campaign_record import (
     AS_CONFIGURED,
     CampaignRecord,
     counts,
+    place_of,
     read_campaign,
     succeeded,
     write_campaign,
@@ -52,12 +54,26 @@ def _duration(context: click.Context, parameter: click.Parameter, text: str | No
     return seconds
 
 
+def _shapes(context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]) -> list[str]:
+    """Returns the shapes of a list, as `2x1` each.
+
+    Raises:
+        ConfigError: one is spelled otherwise.
+    """
+    shapes = listed(context, parameter, texts)
+    for shape in shapes:
+        if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", shape):
+            raise ConfigError(f"--shapes {shape!r} is no shape; write nodes x ranks of each, as in 2x1,3x1")
+    return list(dict.fromkeys(shapes))
+
+
 @command(
     "faults --systems capricorn,gemini --count 32",
     "faults --fault kill@rank=1,iteration=5",
+    "faults --count 1000 --shapes 2x1,2x2,3x1",
     context_settings={"default_map": DEFAULTS},
 )
-@systems_option(DEFAULT_SYSTEMS, "Strike these systems, each with settings of its own; see `list systems`")
+@systems_option(DEFAULT_SYSTEMS, "Inject into these systems, each with settings of its own; see `list systems`")
 @click.option(
     "--kinds",
     multiple=True,
@@ -75,6 +91,14 @@ def _duration(context: click.Context, parameter: click.Parameter, text: str | No
     metavar="N",
     panel="Failures",
     help="Draw this many failures from --seed, where no --fault is given",
+)
+@click.option(
+    "--shapes",
+    multiple=True,
+    callback=_shapes,
+    metavar="NxR,NxR",
+    panel="Failures",
+    help="Let them come in turn to N nodes of R ranks each, as 2x1,2x2,3x1 (default: as --nodes says)",
 )
 @click.option(
     "--mtbf",
@@ -169,7 +193,7 @@ def _carry_out(folder: Path, number: int | None, *, as_json: bool, quiet: bool, 
     remove_leftovers()
     with alone_in(folder):
         record = read_campaign(folder)
-        _require(record)
+        _require(record, folder.parent)
         runner = _runner(folder, record, number, quiet=quiet or as_json, verbose=verbose)
         try:
             runner.run()
@@ -179,12 +203,15 @@ def _carry_out(folder: Path, number: int | None, *, as_json: bool, quiet: bool, 
     return 0 if succeeded(runner.record) else 1
 
 
-def _require(record: CampaignRecord) -> None:
-    """Raises ConfigError if this machine cannot run one of the systems."""
-    from capricorn.launch.preflight import require
+def _require(record: CampaignRecord, out: Path) -> None:
+    """Raises ConfigError if this machine cannot run one of the systems, or not write what it leaves below `out`."""
+    from capricorn.launch.preflight import require, require_folders
 
-    for variant in record.variants:
-        require(record.undisturbed_scenario(AS_CONFIGURED, variant.label))
+    places = [testbed for testbed in record.scenarios if place_of(testbed) == AS_CONFIGURED]
+    for testbed, variant in product(places, record.variants):
+        scenario = record.undisturbed_scenario(testbed, variant.label)
+        require(scenario)
+        require_folders(scenario, out)
 
 
 def _runner(folder: Path, record: CampaignRecord, number: int | None, *, quiet: bool, verbose: bool) -> Any:

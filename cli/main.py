@@ -20,7 +20,7 @@ INTERRUPTED = 130
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "run": (".run:run", "Train one model under one system, and record what happens"),
     "compare": (".compare:compare", "Compare systems on the same work, or finished runs"),
-    "faults": (".faults:faults", "Strike systems with failures, and judge what they make of them"),
+    "faults": (".faults:faults", "Inject failures into systems, and judge what they make of them"),
     "export": (".export:export", "Turn finished runs into tables, figures and traces"),
     "ablate": (".ablate:ablate", "Compare planning policies"),
     "list": (".list:list_names", "List models, systems, clusters, faults or settings"),

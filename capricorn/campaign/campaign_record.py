@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Final, Literal, Self, TypeAlias
+from typing import Annotated, Final, Self, TypeAlias
 
 from pydantic import AliasChoices, BeforeValidator, Field
 
@@ -27,15 +27,17 @@ from capricorn.units import format_seconds
 SCHEMA_VERSION = 1
 CAMPAIGN = "campaign.json"
 CAPRICORN: Final = "capricorn"
-NO_COPY: Final = "no copy survived"
 
-AS_CONFIGURED: Final = "as-configured"
+AS_CONFIGURED, LINKS, PACED, PID_1 = "as-configured", "links", "paced", "pid-1"
 OLD_TESTBEDS: Final = {"given": AS_CONFIGURED}
 """The names of today by those in older records, where a case had a `ground`."""
 TestbedName: TypeAlias = Annotated[
-    Literal["as-configured", "links", "paced"], BeforeValidator(lambda name: OLD_TESTBEDS.get(name, name))
+    str,
+    BeforeValidator(lambda name: OLD_TESTBEDS.get(name, name)),
+    Field(pattern=r"^(as-configured|links|paced|pid-1)(@[1-9]\d*x[1-9]\d*)?$"),
 ]
-"""Where a case runs: as it was asked for, over emulated links, or so slowly that a disk keeps up."""
+"""Where a case runs: as it was asked for, over emulated links, so slowly that a disk keeps up, or with the launcher as
+process 1 of a namespace; and `@2x1`, the nodes and the ranks of each, where a campaign has several shapes."""
 OLD_NAME: Final = AliasChoices("testbed", "ground")
 
 
@@ -132,11 +134,26 @@ class CampaignRecord(FrozenModel):
         return next(each for each in self.variants if each.label == label)
 
 
+def testbed_name(place: str, shape: str) -> TestbedName:
+    """Returns the name of a testbed: `links`, or `links@3x1` for one shape of several."""
+    return f"{place}@{shape}" if shape else place
+
+
+def place_of(testbed: TestbedName) -> str:
+    """Returns the name of a testbed without its shape."""
+    return testbed.partition("@")[0]
+
+
+def shape_of(testbed: TestbedName) -> str:
+    """Returns the shape of a testbed, `3x1`; empty if the campaign has but one."""
+    return testbed.partition("@")[2]
+
+
 def scenario_of(scenarios: Mapping[TestbedName, Scenario], variant: Variant, case: Case) -> Scenario:
     """Returns the scenario of a case, with its fault and its persistent tier."""
     scenario = variant.of(scenarios[case.testbed])
     settings = [f"persist.every={case.persist_every}"]
-    if case.mount and find(variant.system).writes_files:
+    if case.mount in ("store", "disk") and find(variant.system).writes_files:
         settings.append("system.options.medium=tmpfs")
     return validate(Scenario, override(scenario, settings).model_dump() | {"faults": (case.fault,)}, "the case")
 
@@ -154,12 +171,14 @@ def read_campaign(folder: Path) -> CampaignRecord:
 def write_campaign(folder: Path, record: CampaignRecord) -> None:
     """Writes `campaign.json` so that a reader sees the old one or the new one, never a part.
 
+    In one line, as it may hold thousands of cases.
+
     Raises:
         CapricornError: there is no room for it.
     """
     with named(f"make {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
-    write_record(folder / CAMPAIGN, record, indent=1)
+    write_record(folder / CAMPAIGN, record, indent=None)
 
 
 def counts(cases: Iterable[Case]) -> dict[str, int]:
@@ -172,11 +191,9 @@ def counts(cases: Iterable[Case]) -> dict[str, int]:
 
 
 def must_pass(case: Case) -> bool:
-    """Returns whether a case counts: Capricorn, of which a copy survived, or which went on with something else."""
-    judgement = case.judgement
-    if judgement is None or case.system.partition(":")[0] != CAPRICORN:
-        return False
-    return judgement.survives or judgement.verdict == "SILENT_DIVERGENCE"
+    """Returns whether a case counts: it was Capricorn's, and something was left to go on with."""
+    is_ours = case.system.partition(":")[0] == CAPRICORN
+    return is_ours and case.judgement is not None and case.judgement.verdict != "NOTHING_LEFT"
 
 
 def succeeded(record: CampaignRecord) -> bool:
@@ -190,11 +207,9 @@ def succeeded(record: CampaignRecord) -> bool:
 
 
 def verdict_words(verdict: str, judgements: Sequence[Judgement]) -> str:
-    """Returns `3 PASS`, `1 LOST_WORK(4)` or `2 HARD_FAIL (no copy survived)`."""
-    text = f"{len(judgements)} {verdict}"
-    if verdict == "LOST_WORK":
-        return f"{text}({max(each.lost_iterations for each in judgements)})"
-    return f"{text} ({NO_COPY})" if verdict == "HARD_FAIL" and not judgements[0].survives else text
+    """Returns `3 PASS` or `1 LOST_WORK(4)`."""
+    most = f"({max(each.lost_iterations for each in judgements)})" if verdict == "LOST_WORK" else ""
+    return f"{len(judgements)} {verdict}{most}"
 
 
 def remark_of(case: Case) -> str:
@@ -211,6 +226,8 @@ def outcome_line(case: Case) -> str:
     facts = [verdict_words(judgement.verdict, [judgement]).removeprefix("1 ")]
     if judgement.recovery_s is not None:
         facts += [f"lost {judgement.lost_iterations}", f"recovery {format_seconds(judgement.recovery_s)}"]
-    tier = f", persistent tier every {case.persist_every}" if case.persist_every else ""
+    shape = f" on {shape_of(case.testbed)}" if shape_of(case.testbed) else ""
+    first = ", as process 1" if place_of(case.testbed) == PID_1 else ""
+    tier = f"{shape}{first}, persistent tier every {case.persist_every}" if case.persist_every else f"{shape}{first}"
     detail = f": {judgement.detail}" if judgement.detail else ""
     return f"{case.system} {case.fault}{tier}: {', '.join(facts)}{detail}"

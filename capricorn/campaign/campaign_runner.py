@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from capricorn.campaign.campaign_record import (
     AS_CONFIGURED,
+    LINKS,
+    PACED,
+    PID_1,
     CampaignRecord,
     Case,
     TestbedName,
     Undisturbed,
     counts,
     outcome_line,
+    place_of,
     remark_of,
+    shape_of,
     write_campaign,
 )
 from capricorn.campaign.case_run import Say, Workplace
@@ -31,8 +37,8 @@ from capricorn.systems.registry import find
 from capricorn.systems.settings import override
 from capricorn.units import Seconds
 
-WHERE = {AS_CONFIGURED: "", "links": " over links", "paced": ", paced"}
-"""What is printed of each testbed."""
+WHERE = {AS_CONFIGURED: "", LINKS: " over links", PACED: ", paced", PID_1: ", as process 1"}
+"""What is printed of each place."""
 PATIENCE_S, PATIENCE = 60.0, 10.0
 """A run hangs once it takes longer than this, plus so many times what an undisturbed one took."""
 
@@ -79,12 +85,14 @@ class CampaignRunner:
     def _missing_undisturbed(self, left: Sequence[Case]) -> list[tuple[TestbedName, str]]:
         done = {(run.testbed, run.system) for run in self.record.undisturbed}
         needed = dict.fromkeys((case.testbed, case.system) for case in left)
-        return sorted((each for each in needed if each not in done), key=lambda each: each[0] != AS_CONFIGURED)
+        missing = (each for each in needed if each not in done)
+        return sorted(missing, key=lambda each: place_of(each[0]) != AS_CONFIGURED)
 
     def _run_undisturbed(self, testbed: TestbedName, system: str) -> None:
         scenario = self.record.undisturbed_scenario(testbed, system)
-        what = f"{system} without a failure{WHERE[testbed]}"
-        run_dir, outcome = self._place.run(scenario, lambda: what)
+        shape = f" on {shape_of(testbed)}" if shape_of(testbed) else ""
+        what = f"{system} without a failure{shape}{WHERE[place_of(testbed)]}"
+        run_dir, outcome = self._place.run(scenario, lambda: what, as_pid_1=place_of(testbed) == PID_1)
         run = Undisturbed(testbed=testbed, system=system, **self._shown(testbed, scenario, outcome))
         self._write(self.record.with_undisturbed(run))
         self._drop(run_dir, is_fine=not run.difference)
@@ -106,21 +114,30 @@ class CampaignRunner:
         if reference is None:
             raise CapricornError(f"no run without a failure came to its end: {self.record.undisturbed[-1].difference}")
         scenario = self._placed(case, self.record.scenario_of(case))
-        limit_s = PATIENCE_S + PATIENCE * reference.wall_s
-        run_dir, outcome = self._place.run(scenario, lambda: self._heading(case), limit_s)
+        run_dir, outcome = self._place.run(
+            scenario,
+            lambda: self._heading(case),
+            limit_s=PATIENCE_S + PATIENCE * reference.wall_s,
+            out=self._small_file_system() if case.mount == "records" else None,
+            as_pid_1=place_of(case.testbed) == PID_1,
+        )
         judged = case.model_copy(update={"judgement": judge(case.fault, scenario, outcome, reference)})
         self._took_s.append(outcome.wall_s)
         self._write(self.record.with_case(judged))
+        if case.mount == "records" and run_dir is not None and (remark_of(judged) or self.record.keep_runs):
+            shutil.copytree(run_dir, self._folder.parent / run_dir.name)  # before its file system is emptied
         self._drop(run_dir, is_fine=not remark_of(judged))
         self._drop(Path(scenario.persist.dir) if scenario.persist.dir else None, is_fine=not remark_of(judged))
         self._place.say(f"{self._place_of(case)}: {outcome_line(judged)}", is_news=bool(remark_of(judged)))
 
     def _placed(self, case: Case, scenario: Scenario) -> Scenario:
         """Returns the scenario with its stores in their place: on a small file system, or apart from other cases."""
-        if case.mount == "store" or (case.mount and find(scenario.system.name).writes_files):
+        is_in_store = case.mount == "disk" and find(scenario.system.name).writes_files
+        if case.mount == "store" or is_in_store:
             return override(scenario, [f"store.root={self._small_file_system()}"])
-        parent = self._small_file_system() if case.mount else Path(scenario.persist.dir)
-        if not (case.mount or scenario.persist.dir):
+        is_small = case.mount == "disk"
+        parent = self._small_file_system() if is_small else Path(scenario.persist.dir)
+        if not (is_small or scenario.persist.dir):
             return scenario
         folder = parent / self.record.campaign_id
         shutil.rmtree(folder, ignore_errors=True)  # or the case would go on from where another one ended
@@ -129,8 +146,10 @@ class CampaignRunner:
     def _small_file_system(self) -> Path:
         """Returns the small file system of all cases, emptied."""
         if self._small is None:
-            scenarios = (self.record.undisturbed_scenario(AS_CONFIGURED, each.label) for each in self.record.variants)
-            self._small = self._place.enter(small_file_system(max(map(needed_bytes, scenarios))))
+            variants = (each.label for each in self.record.variants)
+            pairs = product(self.record.scenarios, variants)
+            needed = max(needed_bytes(self.record.undisturbed_scenario(*pair)) for pair in pairs)
+            self._small = self._place.enter(small_file_system(needed))
         for rest in self._small.iterdir():
             shutil.rmtree(rest, ignore_errors=True)
         return self._small

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Self, TypeAlias, TypeVar
 
 from capricorn.campaign.outcomes import RunOutcome
+from capricorn.campaign.pid_namespace import launch_as_pid_1
+from capricorn.campaign.verdict import HANG
 from capricorn.compare.compare_runner import Watch
+from capricorn.config.fault_kinds import kind_of
 from capricorn.config.scenario import Scenario
 from capricorn.errors import CapricornError
 from capricorn.launch.fork_client import ForkServer
 from capricorn.launch.launcher import RunListener, launch
-from capricorn.launch.persist_folder import PERSISTENT
 from capricorn.records.samples import (
     EVENTS,
     ITERATIONS,
@@ -24,8 +26,6 @@ from capricorn.records.samples import (
     RecoverySample,
     read_samples,
 )
-from capricorn.runtime.persist.layout import iterations_in
-from capricorn.systems.registry import find
 from capricorn.units import Seconds
 
 T = TypeVar("T")
@@ -48,9 +48,22 @@ class Workplace:
         self._stack.close()
 
     def run(
-        self, scenario: Scenario, heading: Callable[[], str], limit_s: Seconds | None = None
+        self,
+        scenario: Scenario,
+        heading: Callable[[], str],
+        *,
+        limit_s: Seconds | None = None,
+        out: Path | None = None,
+        as_pid_1: bool = False,
     ) -> tuple[Path | None, RunOutcome]:
         """Makes a run; returns its folder, if it came to have one, and what it left, also where it failed.
+
+        Args:
+            scenario: what is run.
+            heading: tells what is shown of it.
+            limit_s: ends it when it takes longer.
+            out: where its folder is made, if not where those of all others are.
+            as_pid_1: makes its launcher process 1 of a namespace.
 
         Raises:
             KeyboardInterrupt: it was interrupted.
@@ -59,12 +72,15 @@ class Workplace:
         with self._watch(heading) as listener:
             watched = Watched(listener, limit_s)
             try:
-                launch(scenario, self._out, watched, self._shared_fork_server())
+                if as_pid_1:
+                    launch_as_pid_1(scenario, out or self._out, watched)
+                else:
+                    launch(scenario, out or self._out, watched, self._fork_server_for(scenario))
             except CapricornError as error:
                 failure = " ".join(str(error).split())
             except OSError as error:
                 failure = f"{type(error).__name__}: {error}"
-        if failure:
+        if failure and not as_pid_1:
             self._fork_server = None  # it may be what failed; all of them are closed at the end
         try:
             return watched.run_dir, outcome_of(watched, failure)
@@ -80,8 +96,13 @@ class Workplace:
         """Prints a line on what is over."""
         self._say(line, is_news)
 
-    def _shared_fork_server(self) -> ForkServer:
-        """Returns the process that forks ranks, the same for all runs; another one after a run that failed."""
+    def _fork_server_for(self, scenario: Scenario) -> ForkServer | None:
+        """Returns the process that forks ranks, the same for all runs; another one after a run that failed.
+
+        A run that will lose its own starts one, which is None here.
+        """
+        if any(kind_of(fault.kind).ends_fork_server for fault in scenario.faults):
+            return None
         if self._fork_server is None:
             self._fork_server = self.enter(ForkServer())
         return self._fork_server
@@ -95,23 +116,15 @@ class Watched(RunListener):
         self._began_s = time.monotonic()
         self._is_over = False
         self.run_dir: Path | None = None
-        self._tier: Path | None = None
-        self.persisted: tuple[int, ...] | None = None
-        """Checkpoints that were complete on the persistent tier when the fault was injected."""
 
     def on_start(self, run_dir: Path, scenario: Scenario) -> None:
         self.run_dir = run_dir
-        if scenario.persist.every and find(scenario.system.name).replicates:
-            self._tier = Path(scenario.persist.dir) if scenario.persist.dir else run_dir / PERSISTENT
         self._listener.on_start(run_dir, scenario)
 
     def on_sample(self, sample: IterationSample) -> None:
         self._listener.on_sample(sample)
 
     def on_event(self, event: EventSample) -> None:
-        if event.event == "fault" and self._tier is not None:
-            # What is written ends with the failure; what is restored comes later than this is heard.
-            self.persisted = tuple(iterations_in(self._tier))
         self._listener.on_event(event)
 
     def on_tick(self) -> None:
@@ -119,7 +132,7 @@ class Watched(RunListener):
         # Once: the launcher ticks again while it ends the run.
         if self._limit_s is not None and not self._is_over and self.took_s > self._limit_s:
             self._is_over = True
-            raise CapricornError(f"hang: not done after {self._limit_s:.0f} s")
+            raise CapricornError(f"{HANG} not done after {self._limit_s:.0f} s")
 
     @property
     def took_s(self) -> Seconds:
@@ -142,5 +155,4 @@ def outcome_of(watched: Watched, failure: str) -> RunOutcome:
         recoveries=tuple(read_samples(run_dir / RECOVERIES, RecoverySample)),
         wall_s=wall_s,
         failure=failure,
-        persisted=watched.persisted,
     )

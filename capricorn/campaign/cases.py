@@ -6,14 +6,30 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from capricorn.campaign.campaign_record import AS_CONFIGURED, Case, NotRun, TestbedName, scenario_of
-from capricorn.campaign.sampling import draw, draws_persistent_tier
+from capricorn.campaign.campaign_record import (
+    AS_CONFIGURED,
+    LINKS,
+    PACED,
+    PID_1,
+    Case,
+    NotRun,
+    TestbedName,
+    place_of,
+    scenario_of,
+    shape_of,
+    testbed_name,
+)
+from capricorn.campaign.sampling import draw, draws_persistent_tier, draws_pid_1
+from capricorn.campaign.testbeds import ENTER
 from capricorn.compare.compare_record import Variant
 from capricorn.config.fault_kinds import kind_of
 from capricorn.config.fault_spec import FaultSpec
+from capricorn.config.resolve import canonical_key
 from capricorn.config.scenario import Scenario
+from capricorn.config.setting_list import options as setting_options
 from capricorn.errors import ConfigError
 from capricorn.faults.applicability import why_not
+from capricorn.systems.effect import why_no_effect
 from capricorn.systems.registry import find
 
 PROGRAM: Final = "capricorn-bench"
@@ -34,10 +50,20 @@ class Asked(NamedTuple):
     repeats: int
     refused: Mapping[str, str]
     """Why this machine cannot have a kind, for those it cannot."""
+    shapes: tuple[str, ...] = ()
+    """Shapes that drawn faults come to in turn, `3x1`; none leaves what is configured."""
 
     @property
     def seed(self) -> int:
         return self.scenarios[AS_CONFIGURED].train.seed
+
+    def shape(self, number: int) -> str:
+        """Returns the shape of the run that the fault of that number comes to."""
+        return self.shapes[number % len(self.shapes)] if self.shapes else ""
+
+    def configured(self, number: int) -> Scenario:
+        """Returns what is configured, in that shape."""
+        return self.scenarios[testbed_name(AS_CONFIGURED, self.shape(number))]
 
 
 def plan_cases(asked: Asked) -> tuple[list[Case], list[NotRun]]:
@@ -74,7 +100,7 @@ def _not_run(variant: Variant, kind: str, reason: str) -> NotRun:
 def _drawn(asked: Asked) -> Iterator[tuple[int, FaultSpec]]:
     possible = [kind for kind in asked.kinds if any(not _why_never(asked, each, kind) for each in asked.variants)]
     for number in range(asked.num_drawn if possible else 0):
-        yield number, draw(possible, asked.scenarios[AS_CONFIGURED], asked.seed, number)
+        yield number, draw(possible, asked.configured(number), asked.seed, number)
 
 
 def _why_never(asked: Asked, variant: Variant, kind: str) -> str:
@@ -101,20 +127,24 @@ def _case(asked: Asked, number: int, fault: FaultSpec, variant: Variant) -> Case
         number=number,
         system=variant.label,
         fault=fault,
-        testbed=_testbed(asked, fault, variant),
+        testbed=testbed_name(_place(asked, number, fault, variant), asked.shape(number)),
         mount=kind_of(fault.kind).fills,
         persist_every=_persist_every(asked, number, fault, variant),
     )
-    return case.model_copy(update={"repro": repro(asked.options, variant.spelling, case)})
+    scenario = scenario_of(asked.scenarios, variant, case)
+    return case.model_copy(update={"repro": repro(asked.options, variant.spelling, case, scenario)})
 
 
-def _testbed(asked: Asked, fault: FaultSpec, variant: Variant) -> TestbedName:
+def _place(asked: Asked, number: int, fault: FaultSpec, variant: Variant) -> str:
     """Returns where the case runs; a cluster that was asked for has links and a pace of its own."""
-    if asked.scenarios[AS_CONFIGURED].cluster.is_emulated:
-        return AS_CONFIGURED
-    if "links" in kind_of(fault.kind).needs:
-        return "links"
-    return "paced" if fault.hits_persistent_tier and find(variant.system).replicates else AS_CONFIGURED
+    facts = kind_of(fault.kind)
+    if not asked.scenarios[AS_CONFIGURED].cluster.is_emulated:
+        if "links" in facts.needs:
+            return LINKS
+        if facts.takes_time and find(variant.system).replicates:
+            return PACED
+    can_be_pid_1 = testbed_name(PID_1, asked.shape(number)) in asked.scenarios and not asked.faults
+    return PID_1 if can_be_pid_1 and draws_pid_1(asked.seed, number) else AS_CONFIGURED
 
 
 def _persist_every(asked: Asked, number: int, fault: FaultSpec, variant: Variant) -> int:
@@ -126,9 +156,33 @@ def _persist_every(asked: Asked, number: int, fault: FaultSpec, variant: Variant
     return PERSIST_EVERY if drawn or fault.hits_persistent_tier else 0
 
 
-def repro(options: Sequence[str], system: str, case: Case) -> str:
-    """Returns the command that repeats the case and nothing else."""
-    words = [PROGRAM, "faults", *options, "--systems", system, "--fault", str(case.fault)]
-    if case.persist_every and "--persist-every" not in options:
+def repro(options: Sequence[str], system: str, case: Case, scenario: Scenario) -> str:
+    """Returns the command that repeats the case and nothing else.
+
+    Args:
+        options: of all cases, as words of a command line; those that other systems have are left out.
+        system: the word for --systems.
+        case: what is repeated.
+        scenario: what the case runs.
+    """
+    words = [PROGRAM, "faults", *_effective(options, scenario), "--systems", system, "--fault", str(case.fault)]
+    if place_of(case.testbed) == PID_1:
+        words = [*ENTER, *words]
+    if shape := shape_of(case.testbed):
+        nodes, _, ranks = shape.partition("x")
+        words += ["--nodes", nodes, "--ranks-per-node", ranks]
+    if case.persist_every and "--persist-every" not in words and not why_no_effect("persist.every", scenario):
         words += ["--persist-every", str(case.persist_every)]
     return shlex.join(words)
+
+
+def _effective(options: Sequence[str], scenario: Scenario) -> Iterator[str]:
+    """Yields the options, and their values, that change something in the scenario."""
+    settings = {setting.option.name: setting for setting in setting_options() if setting.option}
+    words = iter(options)
+    for word in words:
+        setting = settings.get(word)
+        value = [] if setting and setting.info.annotation is bool else [next(words)]
+        key = setting.key if setting else canonical_key(value[0].partition("=")[0])
+        if not why_no_effect(key, scenario):
+            yield from (word, *value)

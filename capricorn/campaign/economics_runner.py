@@ -139,7 +139,7 @@ class EconomicsRunner:
         return override(scenario, [f"train.iterations={iterations}", "train.warmup=0"])
 
     def _run(self, scenario: Scenario, what: str, limit_s: Seconds | None = None) -> RunOutcome:
-        run_dir, outcome = self._place.run(scenario, lambda: what, limit_s)
+        run_dir, outcome = self._place.run(scenario, lambda: what, limit_s=limit_s)
         if run_dir is not None and not (outcome.failure or self.record.keep_runs):
             shutil.rmtree(run_dir, ignore_errors=True)
         return outcome

@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Final
 
 from capricorn.campaign.economics import MeasuredEconomics, expected_ettr, wasted_s
 from capricorn.errors import CapricornError
 from capricorn.records.failures import injected
-from capricorn.records.samples import EventSample, IterationSample, RecoverySample
+from capricorn.records.samples import RECOVERY_PHASES, EventSample, IterationSample, RecoverySample
 from capricorn.units import Seconds
-
-PHASES: Final = ("detect_s", "restart_s", "agree_s", "fetch_s", "load_s", "first_iteration_s")
-"""The parts of a recovery, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +24,11 @@ class RunOutcome:
     wall_s: Seconds
     failure: str = ""
     """What ended it early, in one sentence."""
-    persisted: tuple[int, ...] | None = None
-    """Checkpoints complete on the persistent tier when the fault was injected, ascending; None if not known."""
+
+    @property
+    def persisted(self) -> tuple[int, ...] | None:
+        """Checkpoints complete on the persistent tier when the fault was injected, ascending; None if not known."""
+        return next((event.on_disk for event in self.events if event.event == "fault"), None)
 
 
 def mean_iteration_s(samples: Sequence[IterationSample], warmup: int) -> Seconds:
@@ -114,7 +113,7 @@ def _ends(samples: Iterable[IterationSample]) -> dict[int, Seconds]:
 
 def _way_back_s(recovery: RecoverySample) -> Seconds:
     """Returns the time from the failure until the state was restored."""
-    total: Seconds = sum(getattr(recovery, phase) or 0.0 for phase in PHASES[:-1])
+    total: Seconds = sum(getattr(recovery, phase) or 0.0 for phase in RECOVERY_PHASES[:-1])
     return total
 
 

@@ -58,6 +58,11 @@ def draws_persistent_tier(seed: int, number: int) -> bool:
     return Random(f"{seed}-slow-tier-{number}").random() < 0.5
 
 
+def draws_pid_1(seed: int, number: int) -> bool:
+    """Returns whether that case has a launcher that is process 1, where that can be: one in twelve."""
+    return Random(f"{seed}-pid-1-{number}").random() < 1 / 12
+
+
 def schedule(
     scenario: Scenario, mtbf_s: Seconds, iteration_s: Seconds, node_loss_frac: float, seed: int
 ) -> tuple[FaultSpec, ...]:

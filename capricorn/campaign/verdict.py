@@ -5,10 +5,10 @@ Judges records; knows neither how faults are injected nor which were asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Final, Literal, TypeAlias, get_args
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Final, Literal, TypeAlias, get_args
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from capricorn.campaign.outcomes import RunOutcome
 from capricorn.config.fault_kinds import DISK, kind_of
@@ -16,18 +16,23 @@ from capricorn.config.fault_spec import FaultSpec
 from capricorn.config.fields import FrozenModel
 from capricorn.config.scenario import Scenario
 from capricorn.errors import CapricornError
+from capricorn.faults.persisted import num_due
 from capricorn.records.failures import injected
 from capricorn.records.samples import RECOVERY_PHASES, RecoverySample
 from capricorn.systems.registry import find
 from capricorn.systems.settings import settings_of
 from capricorn.units import Seconds
 
-VerdictName: TypeAlias = Literal["PASS", "LOST_WORK", "SILENT_DIVERGENCE", "HARD_FAIL", "NOT_TRIGGERED"]
+VerdictName: TypeAlias = Literal[
+    "PASS", "LOST_WORK", "SILENT_DIVERGENCE", "HARD_FAIL", "NOTHING_LEFT", "NOT_TRIGGERED"
+]  # fmt: skip
 VERDICTS: Final[tuple[VerdictName, ...]] = get_args(VerdictName)
 OLD_VERDICTS: Final = {"NOT_STRUCK": "NOT_TRIGGERED"}
 """The names of today by those in older records."""
 Verdict: TypeAlias = Annotated[VerdictName, BeforeValidator(lambda name: OLD_VERDICTS.get(name, name))]
 PERSISTENT: Final = "persistent"
+HANG: Final = "hang:"
+"""How the failure begins of a run that was ended since its time was over."""
 
 
 class Reference(FrozenModel):
@@ -64,15 +69,25 @@ class Judgement(FrozenModel):
     wall_s: Seconds = 0.0
     mode: str = "live"
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read_older(cls, values: Any) -> Any:
+        """Returns the values with the verdict of today: older records tell a failure of nobody by `survives` alone."""
+        if not isinstance(values, Mapping) or values.get("verdict") != "HARD_FAIL" or values.get("survives", True):
+            return values
+        return {**values, "verdict": _failed(str(values.get("detail", "")), has_copy=False)}
+
 
 def reference_of(outcome: RunOutcome, scenario: Scenario) -> Reference:
     """Returns what the undisturbed run showed.
 
     Raises:
-        CapricornError: it did not come to its end, or some rank left no record.
+        CapricornError: it did not come to its end, some rank left no record, or nothing was persisted that was to be.
     """
     if outcome.failure:
         raise CapricornError(f"the run without failures did not come to its end: {outcome.failure}")
+    if _persisted_nothing(outcome, scenario):
+        raise CapricornError(f"the run without failures persisted none of its checkpoints: {outcome.run_id}")
     ranks, iterations = range(scenario.topology.world_size), range(1, scenario.train.iterations + 1)
     losses = {(s.rank, s.iteration): s.loss.hex() for s in outcome.samples}
     digests = _digests(outcome)
@@ -85,6 +100,14 @@ def reference_of(outcome: RunOutcome, scenario: Scenario) -> Reference:
         digests=tuple(digests[rank] for rank in ranks),
         wall_s=outcome.wall_s,
     )
+
+
+def _persisted_nothing(outcome: RunOutcome, scenario: Scenario) -> bool:
+    """Returns whether checkpoints were to go to the persistent tier, came due, and none of them arrived."""
+    every, is_on = scenario.persist.every, scenario.system.every and find(scenario.system.name).replicates
+    is_due = bool(every and is_on) and scenario.train.iterations >= every
+    num_persisted = sum(each.persisted for each in outcome.samples) + sum(each.persisted for each in outcome.events)
+    return is_due and not num_persisted
 
 
 def difference(ours: Reference, theirs: Reference) -> str:
@@ -106,32 +129,37 @@ def judge(fault: FaultSpec, scenario: Scenario, outcome: RunOutcome, reference: 
         outcome: what the run left.
         reference: losses and last state of the same work without a fault.
     """
-    recoveries = _completed(outcome)
+    recoveries, left = _completed(outcome), survives(fault, scenario, outcome.persisted)
     allowed = [allowed_iterations(scenario, recovery, _usable(fault, outcome)) for recovery in recoveries]
-    phases = {phase: sum(getattr(each, phase) or 0.0 for each in recoveries) for phase in RECOVERY_PHASES}
-    verdict, reason = _verdict(scenario, outcome, reference, allowed)
+    phases = {phase: _rounded(sum(each.phases_s[phase] for each in recoveries)) for phase in RECOVERY_PHASES}
+    verdict, reason = _verdict(outcome, reference, allowed, has_copy=left)
     lost = sum(recovery.lost_iterations for recovery in recoveries)
     return Judgement(
         verdict=verdict,
-        survives=survives(fault, scenario, outcome.persisted),
+        survives=left,
         detail="; ".join(filter(None, (reason, *_history(outcome)))),
         lost_iterations=lost,
         allowed_iterations=max(allowed, default=0),
-        recovery_s=sum(phases.values()) if recoveries else None,
+        recovery_s=_rounded(sum(phases.values())) if recoveries else None,
         phases_s=phases if recoveries else {},
         tier="+".join(sorted({tier for recovery in recoveries for tier in tiers_of(recovery)})),
         run_id=outcome.run_id,
-        wall_s=outcome.wall_s,
+        wall_s=_rounded(outcome.wall_s),
         mode="emulated" if scenario.emulation else "live",
     )
 
 
+def _rounded(duration_s: Seconds) -> Seconds:
+    """Returns the time in whole microseconds: campaigns are long, and clocks no better."""
+    return round(duration_s, 6)
+
+
 def _verdict(
-    scenario: Scenario, outcome: RunOutcome, reference: Reference, allowed: Sequence[int]
+    outcome: RunOutcome, reference: Reference, allowed: Sequence[int], *, has_copy: bool
 ) -> tuple[VerdictName, str]:
     """Returns the verdict, and the reason for any but PASS."""
     if outcome.failure:
-        return "HARD_FAIL", outcome.failure
+        return _failed(outcome.failure, has_copy=has_copy), outcome.failure
     if divergence := _divergence(outcome, reference):
         return "SILENT_DIVERGENCE", divergence
     if not injected(outcome.events):
@@ -140,6 +168,11 @@ def _verdict(
         if recovery.lost_iterations > most:
             return "LOST_WORK", f"{recovery.lost_iterations} finished iterations done again, {most} allowed"
     return "PASS", ""
+
+
+def _failed(failure: str, *, has_copy: bool) -> VerdictName:
+    """Returns the verdict on a run that ended early: where nothing survived, nobody goes on, but nobody may hang."""
+    return "HARD_FAIL" if has_copy or failure.startswith(HANG) else "NOTHING_LEFT"
 
 
 # --- equal, bit for bit ------------------------------------------------------------------------------------------
@@ -255,12 +288,13 @@ def _ranks(ranks: Sequence[str]) -> str:
 def survives(fault: FaultSpec, scenario: Scenario, persisted: Sequence[int] | None = None) -> bool:
     """Returns whether a complete copy of some checkpoint outlives the fault.
 
-    `persisted` are those complete on the persistent tier when it comes; None takes them to be written in time.
+    `persisted` are those that were complete on the persistent tier when it came; where that was not recorded, None,
+    they are taken to have been written in time.
     """
     system = scenario.system
     if not system.every or find(system.name).kind == "nothing":
         return False
-    num_persisted = _num_persisted(fault, scenario) if persisted is None else len(persisted)
+    num_persisted = num_due(scenario, fault.iteration) if persisted is None else len(persisted)
     if fault.where == DISK:
         return num_persisted > 1  # the newest one is damaged, and all memory is gone
     if find(system.name).writes_files:
@@ -270,11 +304,3 @@ def survives(fault: FaultSpec, scenario: Scenario, persisted: Sequence[int] | No
     if loses == "group" or is_last_copy:
         return num_persisted > 0
     return True
-
-
-def _num_persisted(fault: FaultSpec, scenario: Scenario) -> int:
-    """Returns how many checkpoints are persisted when the fault comes, if each is written before the next is due."""
-    done, every, persist_every = fault.iteration - 1, scenario.system.every, scenario.persist.every
-    if find(scenario.system.name).writes_files:
-        return max(0, done // every - 1)
-    return max(0, (done - every) // persist_every - 1) if persist_every else 0

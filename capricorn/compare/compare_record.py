@@ -17,7 +17,7 @@ from pydantic import Field
 
 from capricorn.config.fields import FrozenModel
 from capricorn.config.own_code import absolute
-from capricorn.config.resolve import note_older
+from capricorn.config.resolve import canonical_key, note_older
 from capricorn.config.scenario import Scenario
 from capricorn.errors import ConfigError
 from capricorn.files import named, open_descriptor
@@ -134,6 +134,11 @@ def _fields(variant: Variant) -> Iterable[str]:
 
 def _words(fields: Iterable[str]) -> str:
     return ", ".join(sorted(fields)) or "none"
+
+
+def setting_key(assignment: str) -> str:
+    """Returns the whole key of a `key=value` of a variant, as it is spelled today."""
+    return canonical_key(_whole(assignment).partition("=")[0])
 
 
 def _whole(assignment: str) -> str:

@@ -14,7 +14,7 @@ from capricorn.compare.compare_record import (
     require_same_checkpoints,
     require_same_work,
 )
-from capricorn.compare.measured_run import MeasuredRun, is_checkpointing, loss_faults
+from capricorn.compare.measured_run import MeasuredRun, loss_faults
 from capricorn.compare.paired_ratio import Durations, Interval, Ratio, paired_ratio, unpaired
 from capricorn.config.fields import FrozenModel
 from capricorn.config.scenario import Scenario
@@ -105,7 +105,7 @@ def compare_within(label: str, runs: Runs, scenario: Scenario) -> Comparison:
     losses = loss_faults(sorted(measured, key=lambda run: run.record.system != BASE))
     on_cpu = scenario.cluster.device == "cpu"
     faults = [f"{run.record.run_id}: {run.verdict}" for run in measured if run.verdict != "ok"]
-    faults += [*_unrequested(runs), *(losses if on_cpu else [])]
+    faults += losses if on_cpu else []
     return Comparison(
         label=label,
         mode=measured[0].record.mode if measured else "emulated" if scenario.emulation else "live",
@@ -217,16 +217,6 @@ def _partnerless(runs: Sequence[MeasuredRun | None], others: Runs) -> Iterator[s
 
 
 # --- faults and notes of the whole -------------------------------------------------------------------------------
-
-
-def _unrequested(runs: Runs) -> list[str]:
-    """Returns which variants were to checkpoint and never got to it."""
-    return [
-        f"{label} was to make no checkpoint in its {run.record.config.train.iterations} iterations: train longer"
-        for label, each in runs.items()
-        for run in [run for run in each if run][:1]
-        if is_checkpointing(run.record) and not run.summary["requested"]
-    ]
 
 
 def _unknown(runs: Runs) -> list[str]:

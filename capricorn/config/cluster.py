@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from capricorn.config.fields import ByteRate, Option, SettingsModel, check
+from capricorn.config.fields import ByteRate, Option, PathPart, SettingsModel, check
 from capricorn.errors import ConfigError
 from capricorn.units import BytesPerSecond, Seconds, count_noun
 
@@ -31,11 +31,13 @@ STORAGES: dict[str, tuple[BytesPerSecond, BytesPerSecond | None]] = {
 
 
 FAILURE_DOMAINS = frozenset({"name", "nodes", "ranks_per_node", "device"})
-_DESCRIPTION = frozenset({
+HARDWARE = frozenset({
     "accelerator", "flops_per_s", "devices_per_node", "mfu", "link_bytes_per_s", "link_efficiency", "rho",
     "iteration_s", "moe_layers",
 })  # fmt: skip
 """What describes hardware and how it is scaled, and means nothing where durations are given."""
+MEASURED = frozenset({"attention_s", "expert_s", "head_s"})
+"""The durations that are given of a cluster that was measured."""
 
 
 class ClusterConfig(SettingsModel):
@@ -47,7 +49,7 @@ class ClusterConfig(SettingsModel):
     which the model runs as it is.
     """
 
-    name: Annotated[str, Option("--cluster", "Place", "CLUSTER")] = Field(
+    name: Annotated[PathPart, Option("--cluster", "Place", "CLUSTER")] = Field(
         default=LOCAL,
         description="Run on this machine as it is (local), or on a scale model of a cluster: a preset of "
         "`list clusters`, or a TOML file",
@@ -143,9 +145,9 @@ class ClusterConfig(SettingsModel):
             f"cluster {self.name} needs accelerator and link_bytes_per_s, or attention_s and expert_s",
         )
         if self.is_measured:
-            self._refuse(_DESCRIPTION, "its durations are given")
+            self._refuse(HARDWARE, "its durations are given")
         else:
-            self._refuse({"attention_s", "expert_s", "head_s"}, "give both attention_s and expert_s, or neither")
+            self._refuse(MEASURED, "give both attention_s and expert_s, or neither")
         return self
 
     def _refuse(self, keys: Set[str], reason: str) -> None:

@@ -16,25 +16,26 @@ from capricorn.units import Seconds
 
 GROUP: Final = "capricorn_bench.faults"
 """Entry points of this group are kinds of faults."""
-DISK: Final = "disk"
-"""The place where a fault damages what lies on the persistent tier."""
+DISK, PREVIOUS, BACK = "disk", "previous", "back"
+"""Places: what lies on the persistent tier; the second-newest copy in memory; a clock that jumps backwards."""
 LINK_FRAC: Final = 1 / 20
 DISK_FRAC: Final = 1 / 100
 """What is left of the rate of a slow link, and of a slow persistent tier."""
 NO_LINKS: Final = "nodes have no links of their own on --cluster local; name another --cluster"
 
 Target: TypeAlias = Literal["rank", "node", ""]
-Mount: TypeAlias = Literal["", "store", "disk"]
-"""What lies on a small file system of its own: nothing, the memory store, or the persistent tier."""
+Mount: TypeAlias = Literal["", "store", "disk", "records"]
+"""What lies on a small file system of its own: nothing, the memory store, the persistent tier, or the records."""
 Loss: TypeAlias = Literal["", "copy", "group"]
 """What a fault takes of a rank's copies in memory: nothing, one of them, or all."""
 Need: TypeAlias = Literal[
     "memory copies", "replicas", "persistent tier", "stored state", "memory files", "one machine", "links", "an end",
-    "storage clocks", "memory cgroup",
+    "storage clocks", "memory cgroup", "swap", "fork server",
 ]  # fmt: skip
 """What a run or this machine has to have: copies in the memory store, remote ones, files on the persistent tier,
 anything whose change a kill can tear, anything in memory, no other machines, links of the nodes, a time after which
-the fault is over, clocks of a modelled storage (which the launcher makes), and a memory cgroup that can be made."""
+the fault is over, clocks of a modelled storage (which the launcher makes), a memory cgroup that can be made, swap, and
+a fork server that starts the ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,10 @@ class FaultKind:
     loses: Loss = ""
     hits_persistent_tier: bool = False
     """Whether it damages what lies on the persistent tier, or leaves nothing else."""
+    stops_launcher: bool = False
+    """Whether the launcher stands still, too, for as long as it lasts."""
+    ends_fork_server: bool = False
+    """Whether the fork server is of no use to runs that come after."""
     outlives_run: bool = False
     """Whether what it has done would stay after the run, and so is reverted at its end."""
     inject: Callable[[Any, Any], None] | None = None
@@ -72,6 +77,11 @@ class FaultKind:
         keys: dict[str, object] = {"where": next(iter(self.places))} if self.places else {}
         keys |= {} if self.seconds is None else {"seconds": self.seconds}
         return keys | ({"call": 1} if self.takes_call else {})
+
+    @property
+    def takes_time(self) -> bool:
+        """Whether it harms the persistent tier while training goes on, rather than taking everything else away."""
+        return self.hits_persistent_tier and not self.loses
 
     def needs_of(self, place: str) -> tuple[Need, ...]:
         """Returns all that a fault in that place needs."""
@@ -98,14 +108,15 @@ KINDS: Final[Mapping[str, FaultKind]] = MappingProxyType({
         "nothing leaves a node", "node", needs=("links", "an end"), seconds=2.0, lasts=(1.0, 2.0)
     ),
     "corrupt": FaultKind(
-        "a bit is flipped where it is needed next: in a worker's local copy or in its replica, then it is killed; on "
-        "the wire to a peer; on disk, then all memory is lost", "rank",
-        places={"slot": _COPY, "replica": _REPLICA, "wire": _REPLICA, DISK: _FILES}, loses="copy",
+        "a bit is flipped where it is needed next: in a worker's local copy or in its replica, then it is killed; in "
+        "its second-newest local copy, whose newer one is lost; on the wire to a peer; on disk, then all memory is "
+        "lost", "rank",
+        places={"slot": _COPY, "replica": _REPLICA, PREVIOUS: _REPLICA, "wire": _REPLICA, DISK: _FILES}, loses="copy",
     ),
     "truncate": FaultKind(
-        "a file is cut short where it is needed next: a worker's local copy or its replica, then it is killed; one on "
-        "disk, then all memory is lost", "rank", places={"slot": _COPY, "replica": _REPLICA, DISK: _FILES},
-        loses="copy",
+        "a file is cut short where it is needed next: a worker's local copy or its replica, then it is killed; its "
+        "second-newest local copy, whose newer one is lost; one on disk, then all memory is lost", "rank",
+        places={"slot": _COPY, "replica": _REPLICA, PREVIOUS: _REPLICA, DISK: _FILES}, loses="copy",
     ),
     "torn-commit": FaultKind(
         "a worker is killed before that call which changes its store", "rank", needs=("stored state",), takes_call=True
@@ -123,10 +134,34 @@ KINDS: Final[Mapping[str, FaultKind]] = MappingProxyType({
         lasts=(1.0, 2.0), hits_persistent_tier=True,
     ),
     "port-taken": FaultKind("a worker is killed and a port squatter listens on its ports", "rank", outlives_run=True),
-    "clock-jump": FaultKind("a worker's wall clock jumps ahead", "rank", seconds=3600.0, lasts=(60.0, 3600.0, 1e8)),
+    "clock-jump": FaultKind(
+        "a worker's wall clock jumps ahead or back by these seconds", "rank", places={"ahead": (), BACK: ()},
+        seconds=3600.0, lasts=(60.0, 3600.0, 1e8),
+    ),
     "oom": FaultKind(
         "a worker runs into the limit of a memory cgroup and is killed by the kernel", "rank", needs=("memory cgroup",),
         outlives_run=True,
+    ),
+    "swap": FaultKind(
+        "a worker runs into the limit of a memory cgroup, and the kernel swaps", "rank",
+        needs=("memory cgroup", "swap"), outlives_run=True,
+    ),
+    "pause": FaultKind(
+        "all processes of the run stand still, as in a machine that is suspended, and go on together",
+        needs=("one machine", "an end"), seconds=1.0, lasts=(1.0, 4.0, 8.0), stops_launcher=True,
+    ),
+    "fork-server": FaultKind(
+        "the process that forks the nodes is killed, or stopped for these seconds, and a node is lost", "node",
+        places={"killed": (), "stopped": ()}, needs=("fork server",), seconds=0.0, lasts=(0.0, 1.0), loses="copy",
+        ends_fork_server=True, outlives_run=True,
+    ),
+    "records-full": FaultKind(
+        "the file system of the run's records is filled up", seconds=1.0, lasts=(0.2, 1.0), fills="records",
+        outlives_run=True,
+    ),
+    "neighbour": FaultKind(
+        "other runs' stores come and go beside this one's, or a second job trains, and a worker is killed", "rank",
+        places={"stores": (), "job": ()}, outlives_run=True,
     ),
 })  # fmt: skip
 """The built-in kinds by name."""

@@ -6,7 +6,7 @@ Pure values. A record that names a kind of one's own is read without running any
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from pydantic import Field, model_validator
 
@@ -16,6 +16,8 @@ from capricorn.config.own_code import absolute
 from capricorn.errors import ConfigError
 from capricorn.hooks import parse_moment
 from capricorn.units import Seconds
+
+MAX_SECONDS: Final[Seconds] = 1e9
 
 
 class FaultSpec(SettingsModel):
@@ -27,14 +29,15 @@ class FaultSpec(SettingsModel):
     node: int | None = Field(default=None, ge=0)
     op: str = "before_update"
     where: str = ""
-    seconds: Seconds | None = Field(default=None, ge=0)
+    seconds: Seconds | None = Field(default=None, ge=0, le=MAX_SECONDS, allow_inf_nan=False)
     call: int | None = Field(default=None, gt=0)
 
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, values: dict[str, object]) -> dict[str, object]:
+        """Fills in what is left out or empty, as the kind says: a record may be older than a key of its kind."""
         kind = KINDS.get(str(values.get("kind")))
-        return values if kind is None else {**kind.defaults, **values}
+        return values if kind is None else kind.defaults | {k: v for k, v in values.items() if v not in ("", None)}
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -74,6 +77,11 @@ class FaultSpec(SettingsModel):
     def hits_persistent_tier(self) -> bool:
         """Whether it damages what lies on the persistent tier, or leaves nothing else."""
         return kind_of(self.kind).hits_persistent_tier or self.where == DISK
+
+    @property
+    def num_persisted(self) -> int:
+        """How many checkpoints must be persisted when it comes, so that one is left to be tried."""
+        return 2 if self.where == DISK else int(self.hits_persistent_tier)
 
     def _check_fits(self, kind: FaultKind) -> None:
         """Raises ConfigError for a key or a place that the kind does not take."""

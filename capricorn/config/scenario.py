@@ -11,9 +11,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from capricorn.config.cluster import ClusterConfig, IterationTimes, Pace
+from capricorn.config.endpoint import parse_endpoint
 from capricorn.config.fault_kinds import KINDS, NO_LINKS
 from capricorn.config.fault_spec import FaultSpec
-from capricorn.config.fields import ByteCount, Option, SettingsModel, check
+from capricorn.config.fields import MAX_TIMEOUT_S, ByteCount, Option, PathPart, SettingsModel, Timeout, check
 from capricorn.config.planner import PlannerConfig
 from capricorn.hooks import DIRECTIONS, MOMENTS, NO_LAYER, OpKey, matches_op
 from capricorn.topology import Topology, expert_split
@@ -22,6 +23,8 @@ from capricorn.units import KIB, BytesPerSecond
 ROUTER = "router"
 MOVED_SECTIONS = ("gemini", "storage", "torchsnapshot", "dcp")
 """Sections of version 0.1 that held settings of some systems."""
+MIN_FROZEN_S = 0.5
+"""Twice the time between two heartbeats."""
 
 
 class ModelConfig(SettingsModel):
@@ -31,7 +34,7 @@ class ModelConfig(SettingsModel):
     Family `gpt-moe`: the GPT-2 block with fairscale's capacity-bound MOELayer (2 matrices an expert, top-2).
     """
 
-    name: str = Field(description="Name that runs of it go by")
+    name: PathPart = Field(description="Name that runs of it go by")
     family: Literal["mixtral", "gpt-moe"] = Field(description="Kind of block and of routing")
     num_layers: int = Field(gt=0, description="Transformer layers")
     hidden: int = Field(gt=0, description="Width between layers")
@@ -193,7 +196,7 @@ class SystemConfig(SettingsModel):
     idle_priority: bool = Field(
         default=True, description="Run checkpoint traffic at SCHED_IDLE: on CPU time that nobody else wants"
     )
-    timeout_s: float = Field(default=30.0, gt=0, description="Seconds to wait at most for a peer")
+    timeout_s: Timeout = Field(default=30.0, description="Seconds to wait at most for a peer")
     max_lost: int = Field(
         default=1,
         ge=1,
@@ -222,7 +225,7 @@ class PersistConfig(SettingsModel):
         "persistent/ of the run)",
     )
     keep: int = Field(default=2, ge=2, description="Complete checkpoints that are kept on disk")
-    timeout_s: float = Field(default=60.0, gt=0, description="Seconds to wait at most for the writers of other ranks")
+    timeout_s: Timeout = Field(default=60.0, description="Seconds to wait at most for the writers of other ranks")
 
 
 class StoreConfig(SettingsModel):
@@ -256,12 +259,19 @@ class LaunchConfig(SettingsModel):
         default="fork-server",
         description="Who starts the ranks, and again: a process that has torch imported and forks them, or torchrun",
     )
-    frozen_s: float = Field(default=2.5, gt=0, description="Seconds of silence after which a process counts as hung")
+    frozen_s: float = Field(
+        default=2.5,
+        ge=MIN_FROZEN_S,
+        le=MAX_TIMEOUT_S,
+        allow_inf_nan=False,
+        description="Seconds of silence after which a process counts as hung",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.nnodes:
-            check(":" in self.rdzv_endpoint, "--nnodes needs --rdzv-endpoint HOST:PORT")
+            check(bool(self.rdzv_endpoint), "--nnodes needs --rdzv-endpoint HOST:PORT")
+            parse_endpoint(self.rdzv_endpoint, "--rdzv-endpoint")
             check(self.node_rank < self.nnodes, f"--node-rank {self.node_rank} is not below --nnodes {self.nnodes}")
         return self
 
@@ -359,10 +369,10 @@ def ops_of(model: ModelConfig) -> list[OpKey]:
 
 
 def _check_fault(fault: FaultSpec, topology: Topology, model: ModelConfig, iterations: int) -> None:
-    can_strike = fault.op in MOMENTS or any(
+    can_come = fault.op in MOMENTS or any(
         matches_op(fault.op, op, edge) for op in ops_of(model) for edge in ("begin", "end")
     )
-    check(can_strike, f"fault {fault} can never strike: {model.name} has no such op")
+    check(can_come, f"fault {fault} can never be triggered: {model.name} has no such op")
     if fault.rank is not None:
         check(fault.rank < topology.world_size, f"fault {fault} names rank {fault.rank} of {topology.world_size}")
     if fault.node is not None:

@@ -18,7 +18,7 @@ from typing import Any, Final, Self
 
 from capricorn.conformance.subject import SystemUnderTest
 from capricorn.errors import CapricornError
-from capricorn.process import AwakeClock, is_stopped, kill_child, thread_states
+from capricorn.process import PYTHON, AwakeClock, is_stopped, kill_child, thread_states
 from capricorn.units import Seconds
 
 START_TIMEOUT_S: Final[Seconds] = 120.0
@@ -80,7 +80,7 @@ class AttemptServer:
         self._check, self._received = check, b""
         path = os.pathsep.join(place or os.getcwd() for place in sys.path)
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "capricorn.conformance.attempt_server", str(os.getpid())],
+            [*PYTHON, "capricorn.conformance.attempt_server", str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -11,14 +11,13 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Final
 
 from capricorn.emulation.shaping import INTERFACE, node_address
 from capricorn.errors import CapricornError
-from capricorn.process import kill_child
+from capricorn.process import PYTHON, kill_child
 from capricorn.units import BytesPerSecond, Seconds
 
 BUILD_TIMEOUT_S: Seconds = 10.0
@@ -48,7 +47,7 @@ class NamespaceEntry:
     it ends.
     """
 
-    prefix: tuple[str, ...] = (sys.executable, "-m")
+    prefix: tuple[str, ...] = PYTHON
     pass_fds: tuple[int, ...] = ()
 
 
@@ -80,7 +79,7 @@ class Fabric:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours, theirs:
             builder = subprocess.Popen(
-                [sys.executable, "-m", "capricorn.emulation.builder", str(os.getpid()), str(theirs.fileno()), request],
+                [*PYTHON, "capricorn.emulation.builder", str(os.getpid()), str(theirs.fileno()), request],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
@@ -115,7 +114,7 @@ class Fabric:
     def _entry(self, net: int) -> NamespaceEntry:
         fds = (*self._user, net)
         inside = ("capricorn.emulation.inside", str(os.getpid()), ",".join(map(str, fds)))
-        return NamespaceEntry((sys.executable, "-m", *inside), fds)
+        return NamespaceEntry((*PYTHON, *inside), fds)
 
 
 def _receive(channel: socket.socket, num_fds: int) -> list[int]:

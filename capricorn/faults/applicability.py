@@ -16,6 +16,8 @@ from capricorn.systems.settings import file_settings_of
 
 SEVERAL_MACHINES: Final = "it hits nodes of several machines at once; leave out --nnodes"
 ENDLESS: Final = "over paced links nobody finds the node that is cut off; use seconds=S or cluster.links=namespaces"
+FOR_GOOD: Final = "nobody would be there to end it; use seconds=S"
+BY_TORCHRUN: Final = "torchrun starts the ranks here; leave out launch.restart and --nnodes"
 
 
 def why_not(fault: FaultSpec, scenario: Scenario) -> str:
@@ -31,7 +33,8 @@ def why_not(fault: FaultSpec, scenario: Scenario) -> str:
         "memory files": "" if in_memory else f"{name} keeps nothing in memory",
         "one machine": SEVERAL_MACHINES if scenario.launch.nnodes else "",
         "links": "" if scenario.cluster.is_emulated else NO_LINKS,
-        "an end": ENDLESS if scenario.cluster.links == "paced" and fault.seconds == 0 else "",
+        "fork server": BY_TORCHRUN if scenario.launch.by_torchrun else "",
+        "an end": _why_endless(fault, scenario),
     }
     reasons = (missing.get(need, "") for need in kind_of(fault.kind).needs_of(fault.where))
     return next(filter(None, reasons), "")
@@ -39,6 +42,15 @@ def why_not(fault: FaultSpec, scenario: Scenario) -> str:
 
 def _has_persistent_tier(entry: SystemEntry, scenario: Scenario) -> bool:
     return scenario.persist.every > 0 if entry.replicates else entry.writes_files
+
+
+def _why_endless(fault: FaultSpec, scenario: Scenario) -> str:
+    """Returns why a fault may not last for good; nothing if it does not, or may."""
+    if fault.seconds != 0:
+        return ""
+    if kind_of(fault.kind).stops_launcher:
+        return FOR_GOOD
+    return ENDLESS if scenario.cluster.links == "paced" else ""
 
 
 def _advice(entry: SystemEntry) -> str:

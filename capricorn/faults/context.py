@@ -6,6 +6,7 @@ The life of a fault; each is claimed once in a run, however often its ranks star
 |----------|------------------------|--------------------------------------------------------------------------------|
 | armed    | `FaultInjector`, ranks | at each start, by the rank that acts                                           |
 | claimed  | `FaultInjector`, ranks | at its moment; a file of the run folder, so that no later start claims it again |
+| prepared | `prepare`, ranks       | what goes on beside it is started, if anything                                 |
 | injected | `inject`, ranks        | right after its event was recorded; many kinds end the rank here               |
 | reverted | `Reverter`, launcher   | after `seconds`, when its node is replaced, or at the end if it outlives a run |
 """
@@ -13,7 +14,6 @@ The life of a fault; each is claimed once in a run, however often its ranks star
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from capricorn.emulation.testbed import NetworkBackend
 from capricorn.faults.corrupt import LossyRoutes
@@ -37,11 +37,6 @@ class RevertContext:
 
     job: Job
     testbed: NetworkBackend
-
-
-def persistent_folders(job: Job) -> list[Path]:
-    """Returns the folders whose files outlive the memory of the nodes."""
-    return [folder for folder in (job.persist_dir, job.files_dir) if folder is not None]
 
 
 def cgroup_name(job: Job, rank: int) -> str:

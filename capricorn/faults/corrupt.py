@@ -12,44 +12,45 @@ from random import Random
 from types import MappingProxyType
 from typing import Final
 
+from capricorn.config.fault_kinds import PREVIOUS
 from capricorn.config.fault_spec import FaultSpec
+from capricorn.faults.persisted import checkpoints_in
 from capricorn.records.job_file import Job
 from capricorn.runtime.store.node_store import NodeStore
 from capricorn.runtime.store.slot import COMPLETE, read_header
 from capricorn.systems.interface import PacedRoute
 
-MANIFESTS: Final = ("commit.json", "capricorn.json")
-"""What makes a folder of the persistent tier a checkpoint."""
-
 
 def damage_copies(fault: FaultSpec, job: Job, rank: int) -> None:
-    """Damages the newest complete copy of the rank's state: its own node's, or that of each other node that has one."""
+    """Damages the newest complete copy of the rank's state: its own node's, or that of each other node that has one.
+
+    Of the second-newest on its own node, the newer one is lost.
+    """
     topology = job.scenario.topology
     own = topology.node_of(rank)
+    is_local = fault.where != "replica"
     for node in range(topology.num_nodes):
-        path = _newest_copy(job.node_dir(node), rank) if (node == own) == (fault.where == "slot") else None
-        header = read_header(path) if path is not None else None
-        if path is not None and header is not None:
-            layout = header.layout
-            _DAMAGES[fault.kind](
-                path, range(layout.payload_offset, layout.payload_offset + layout.payload_bytes), fault
-            )
+        copies = _copies(job.node_dir(node), rank) if (node == own) == is_local else []
+        if fault.where == PREVIOUS and copies:
+            _cut_short(copies.pop(), range(0), fault)
+        if copies and (header := read_header(copies[-1])) is not None:
+            first = header.layout.payload_offset
+            _DAMAGES[fault.kind](copies[-1], range(first, first + header.layout.payload_bytes), fault)
 
 
 def damage_files(fault: FaultSpec, folder: Path) -> None:
     """Damages the largest file of the newest complete checkpoint there, in its middle."""
-    complete = [path for path in folder.glob("iteration-*") if any((path / name).exists() for name in MANIFESTS)]
-    newest = max(complete, default=folder)
-    files = [path for path in newest.rglob("*") if newest != folder and path.is_file()]
-    if files:
+    for newest in checkpoints_in(folder)[-1:]:
+        files = [path for path in newest.rglob("*") if path.is_file()]
         largest = max(files, key=lambda path: path.stat().st_size)
         middle = largest.stat().st_size // 2
         _DAMAGES[fault.kind](largest, range(middle, middle + 1), fault)
 
 
-def _newest_copy(folder: Path, owner: int) -> Path | None:
+def _copies(folder: Path, owner: int) -> list[Path]:
+    """Returns the complete copies of an owner's state there, the newest last."""
     copies = [copy for copy in NodeStore.open(folder).inventory() if copy.owner == owner and copy.state == COMPLETE]
-    return max(copies, key=lambda copy: copy.iteration).path if copies else None
+    return [copy.path for copy in sorted(copies, key=lambda copy: copy.iteration)]
 
 
 def _flip_bit(path: Path, places: range, fault: FaultSpec) -> None:

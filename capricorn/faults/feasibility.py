@@ -25,9 +25,12 @@ def check_faults(scenario: Scenario, out: Path) -> None:
             raise ConfigError(f"fault {fault}: {reason}")
 
 
-def why_no_cgroup(name: str) -> str:
-    """Returns why this machine cannot have a fault of that kind for want of a memory cgroup; nothing if it can."""
-    return cgroup.why_not() if "memory cgroup" in kind_of(name).needs else ""
+def why_not_of_machine(name: str) -> str:
+    """Returns why this machine cannot have a fault of that kind, whatever is run; nothing if it can."""
+    needs = kind_of(name).needs
+    if "swap" in needs and (reason := cgroup.why_no_swap()):
+        return reason
+    return cgroup.why_not() if "memory cgroup" in needs else ""
 
 
 def why_not_here(fault: FaultSpec, scenario: Scenario, out: Path) -> str:
@@ -36,7 +39,9 @@ def why_not_here(fault: FaultSpec, scenario: Scenario, out: Path) -> str:
         return why_not_fill(Path(scenario.store.root))
     if fills == "disk":
         return why_not_fill(_persistent_folder(scenario, out))
-    return why_no_cgroup(fault.kind)
+    if fills == "records":
+        return why_not_fill(out)
+    return why_not_of_machine(fault.kind)
 
 
 def _persistent_folder(scenario: Scenario, out: Path) -> Path:

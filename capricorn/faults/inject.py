@@ -1,5 +1,5 @@
 """What each built-in kind of fault does to the processes, memory, links and files of a run, from within the rank that
-acts.
+acts; and what has to be there before, whose time is none of the recovery.
 
 When it happens is the injector's affair; what of it is reverted, and when, is that of `revert`.
 """
@@ -10,8 +10,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
@@ -19,24 +17,30 @@ from typing import Final
 
 import psutil
 
-from capricorn.config.fault_kinds import DISK, DISK_FRAC, LINK_FRAC, kind_of
+from capricorn.config.fault_kinds import BACK, DISK, DISK_FRAC, LINK_FRAC, kind_of
 from capricorn.config.fault_spec import FaultSpec
 from capricorn.emulation.builder import run_batch
 from capricorn.emulation.paced_link import Link
 from capricorn.emulation.shaping import INTERFACE, cutting, slowing
 from capricorn.emulation.testbed import PACED
-from capricorn.faults import filler_file
+from capricorn.faults import filler_file, neighbour, port_squatter
 from capricorn.faults import memory_cgroup as cgroup
-from capricorn.faults.context import FaultContext, cgroup_name, persistent_folders
+from capricorn.faults.context import FaultContext, cgroup_name
 from capricorn.faults.corrupt import damage_copies, damage_files
-from capricorn.faults.process_registry import ProcessName, registered
+from capricorn.faults.helper_process import start_helper
+from capricorn.faults.persisted import persistent_folders
+from capricorn.faults.process_registry import processes_below, registered
 from capricorn.planner.placement import groups_of
 from capricorn.process import deferred_sigterm
 from capricorn.units import Seconds
 
-PORT_SQUATTERS: Final = "port-squatters"
-"""Of a run folder: the port squatters that were started."""
 FOR_GOOD_S: Final[Seconds] = 1e7
+
+
+def prepare(fault: FaultSpec, context: FaultContext) -> None:
+    """Starts what the fault needs beside it, if anything, before it counts as injected."""
+    if (make_ready := PREPARATIONS.get(fault.kind)) is not None:
+        make_ready(fault, context)
 
 
 def inject(fault: FaultSpec, context: FaultContext) -> None:
@@ -101,32 +105,48 @@ def _tear_commit(fault: FaultSpec, context: FaultContext) -> None:
     context.kill_point.arm(fault.call, persistent_folders(context.job))
 
 
+def _pause(fault: FaultSpec, context: FaultContext) -> None:
+    """Stops all processes that come from the launcher, this one last; the launcher itself stands still by itself."""
+    for process in processes_below(context.job.launcher):
+        process.send(signal.SIGSTOP)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _lose_fork_server(fault: FaultSpec, context: FaultContext) -> None:
+    """Takes the fork server away and loses the node, whose replacement it should fork."""
+    assert fault.node is not None
+    own = registered(context.job.run_dir, context.rank)
+    server = own and own.agent.parent()
+    if server:
+        server.send(signal.SIGKILL if fault.where == "killed" else signal.SIGSTOP)
+    _lose({fault.node}, context)
+
+
 def _jump_clock(fault: FaultSpec, context: FaultContext) -> None:
-    before, ahead_s = time.time, fault.seconds
-    assert ahead_s is not None
-    time.time = lambda: before() + ahead_s
+    assert fault.seconds is not None
+    before, jump_s = time.time, -fault.seconds if fault.where == BACK else fault.seconds
+    time.time = lambda: before() + jump_s
 
 
 def _run_out_of_memory(fault: FaultSpec, context: FaultContext) -> None:
     cgroup.exhaust(cgroup.make(cgroup_name(context.job, context.rank)))
 
 
-def _take_ports(fault: FaultSpec, context: FaultContext) -> None:
-    """Has a port squatter wait for every port this process listens on, and kills this process."""
+def _swap(fault: FaultSpec, context: FaultContext) -> None:
+    cgroup.swap_out(cgroup.make(cgroup_name(context.job, context.rank)))
+
+
+def _start_squatter(fault: FaultSpec, context: FaultContext) -> None:
+    """Has a port squatter wait for every port this process listens on."""
     connections = psutil.Process().net_connections(kind="inet")
     ports = sorted({(each.laddr.ip, each.laddr.port) for each in connections if each.status == psutil.CONN_LISTEN})
-    lock = context.job.store_dir / "lock"
-    squatter = subprocess.Popen(
-        [sys.executable, "-m", "capricorn.faults.port_squatter", str(lock), json.dumps(ports)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-    )
-    name = ProcessName.of(squatter.pid)
-    (context.job.run_dir / PORT_SQUATTERS).open("a").write(f"{name}\n")
-    assert squatter.stdout is not None
-    squatter.stdout.readline()
-    _kill_self()
+    start_helper(context.job, port_squatter.__name__, json.dumps(ports))
+
+
+def _start_neighbour(fault: FaultSpec, context: FaultContext) -> None:
+    """Lets another run's stores come and go, or a second job train."""
+    job = context.job
+    start_helper(job, neighbour.__name__, fault.where, str(job.store_dir.parent), str(job.run_dir / neighbour.RUNS))
 
 
 # --- links -------------------------------------------------------------------------------------------------------
@@ -173,7 +193,13 @@ def _fill_memory(fault: FaultSpec, context: FaultContext) -> None:
 
 
 def _fill_disk(fault: FaultSpec, context: FaultContext) -> None:
-    filler_file.fill(persistent_folders(context.job)[0])
+    folder = persistent_folders(context.job)[0]
+    filler_file.note(context.job.store_dir, folder)
+    filler_file.fill(folder)
+
+
+def _fill_records(fault: FaultSpec, context: FaultContext) -> None:
+    filler_file.fill(context.job.run_dir)
 
 
 def _slow_disk(fault: FaultSpec, context: FaultContext) -> None:
@@ -186,5 +212,10 @@ INJECTIONS: Final[Mapping[str, Callable[[FaultSpec, FaultContext], None]]] = Map
     "kill": _kill, "kill-all": _kill_all, "node-loss": _lose_node, "group-loss": _lose_group, "stop": _stop,
     "slow-link": _slow_link, "partition": _partition, "corrupt": _damage, "truncate": _damage,
     "torn-commit": _tear_commit, "tmpfs-full": _fill_memory, "disk-full": _fill_disk, "disk-slow": _slow_disk,
-    "port-taken": _take_ports, "clock-jump": _jump_clock, "oom": _run_out_of_memory,
+    "port-taken": _kill, "clock-jump": _jump_clock, "oom": _run_out_of_memory,
+    "swap": _swap, "pause": _pause, "fork-server": _lose_fork_server, "records-full": _fill_records,
+    "neighbour": _kill,
+})  # fmt: skip
+PREPARATIONS: Final[Mapping[str, Callable[[FaultSpec, FaultContext], None]]] = MappingProxyType({
+    "port-taken": _start_squatter, "neighbour": _start_neighbour,
 })  # fmt: skip

@@ -7,11 +7,13 @@ Knows when and who acts; what a fault does is told in `inject`, and the life of 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from capricorn.config.fault_kinds import kind_of
 from capricorn.config.fault_spec import FaultSpec
 from capricorn.faults.context import FaultContext
-from capricorn.faults.inject import inject
+from capricorn.faults.inject import inject, prepare
+from capricorn.faults.persisted import PersistedWait, persisted_in
 from capricorn.hooks import OpKey, TrainerHook, matches_op
 from capricorn.process import deferred_sigterm
 from capricorn.records.job_file import FAULTS, Job
@@ -30,6 +32,7 @@ class FaultInjector(TrainerHook):
         self._faults = [(index, fault) for index, fault in numbered if actor_of(fault, job.scenario.topology) == rank]
         for _, fault in self._faults:
             kind_of(fault.kind)  # one of one's own is loaded now: at its moment that would take time
+        self._wait = PersistedWait(job, [fault for index, fault in self._faults if not self._mark(index).exists()])
         self._iteration = 0
 
     def routes(self, routes: Mapping[int, PacedRoute]) -> Mapping[int, PacedRoute]:
@@ -44,6 +47,7 @@ class FaultInjector(TrainerHook):
 
     def on_iteration_begin(self, iteration: int) -> None:
         self._iteration = iteration
+        self._wait.before(iteration)
         self._at("iteration_begin")
 
     def on_routed(self, layer: int, tokens_per_expert: Sequence[int]) -> None:
@@ -85,6 +89,7 @@ class FaultInjector(TrainerHook):
         # Nodes that are lost at the same moment are lost together: whoever comes first takes the others along.
         others = [each for number, each in enumerate(self._job.scenario.faults) if _is_lost_with(each, fault)
                   and number != index and self._claim(number)]  # fmt: skip
+        prepare(fault, self._context)
         ahead = [*others, fault]
         for each in ahead:
             self._tell("fault", each)
@@ -99,13 +104,17 @@ class FaultInjector(TrainerHook):
 
     def _claim(self, index: int) -> bool:
         """Claims the fault for this run; returns False if it was claimed before."""
-        folder = self._job.run_dir / FAULTS
-        folder.mkdir(exist_ok=True)
+        mark = self._mark(index)
+        mark.parent.mkdir(exist_ok=True)
         try:
-            (folder / str(index)).touch(exist_ok=False)
+            mark.touch(exist_ok=False)
         except FileExistsError:
             return False
         return True
+
+    def _mark(self, index: int) -> Path:
+        """Returns the file that is there once the fault was claimed."""
+        return self._job.run_dir / FAULTS / str(index)
 
     def _tell(self, event: EventName, fault: FaultSpec) -> None:
         sample = EventSample(
@@ -115,6 +124,7 @@ class FaultInjector(TrainerHook):
             rank=self._rank,
             iteration=self._iteration,
             detail=str(fault),
+            on_disk=persisted_in(self._job),
         )
         append(self._job.run_dir / EVENTS, sample)
 

@@ -1,32 +1,32 @@
 """Squats on the ports of a worker that was killed: takes each as soon as it is free and answers with garbage.
 
-Must import little, as it has to be there before the worker goes; ends with the launcher, whose lock it watches.
+Run as `python -m capricorn.faults.port_squatter LOCK PORTS`: the launcher's lock, and `[[host, port], ...]`. Must
+import little, as it has to be there before the worker goes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
-import os
 import selectors
 import socket
 import sys
 from typing import Final
 
-READY: Final = "ready"
+from capricorn.faults.launcher_watch import LauncherWatch
+
 POLL_S: Final = 0.02
 GARBAGE: Final = bytes(range(256)) * 16
 
 
 def main() -> None:
-    """Takes the addresses `[[host, port], ...]` of argv[2] until the file argv[1] is locked by nobody any more."""
-    lock = os.open(sys.argv[1], os.O_RDWR)
+    """Takes the ports until it is told to end, or the launcher is gone."""
+    watch = LauncherWatch(sys.argv[1])
     wanted = [(str(host), int(port)) for host, port in json.loads(sys.argv[2])]
-    print(READY, flush=True)
+    print("ready", flush=True)
     selector = selectors.DefaultSelector()
-    while _is_locked(lock):
+    while watch.goes_on():
         wanted = [address for address in wanted if not _take(address, selector)]
         for key, _ in selector.select(POLL_S):
             with contextlib.suppress(OSError):
@@ -49,14 +49,6 @@ def _take(address: tuple[str, int], selector: selectors.BaseSelector) -> bool:
     listener.setblocking(False)
     selector.register(listener, selectors.EVENT_READ)
     return True
-
-
-def _is_locked(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    return False
 
 
 if __name__ == "__main__":

@@ -38,6 +38,13 @@ class ProcessName(NamedTuple):
             return process if start_ticks(self.pid) == self.ticks else None
         return None
 
+    def parent(self) -> ProcessName | None:
+        """Returns the process that it comes from, or None once either has ended."""
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if (process := self.find()) is not None:
+                return ProcessName.of(process.ppid())
+        return None
+
     def send(self, number: signal.Signals) -> None:
         """Sends the signal, if the process is still there."""
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -70,3 +77,12 @@ def registered(run_dir: Path, rank: int) -> Registered | None:
         return None
     worker, worker_ticks, agent, agent_ticks = numbers
     return Registered(ProcessName(worker, worker_ticks), ProcessName(agent, agent_ticks))
+
+
+def processes_below(pid: int) -> list[ProcessName]:
+    """Returns all processes that come from that one, except this process."""
+    names = []
+    for process in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):  # it has just ended
+            names.append(ProcessName.of(process.pid))
+    return [name for name in names if name.pid != os.getpid()]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -14,8 +15,6 @@ from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Final
-
-import psutil
 
 from capricorn.config.fault_kinds import kind_of
 from capricorn.config.fault_spec import FaultSpec
@@ -25,14 +24,13 @@ from capricorn.emulation.shaping import INTERFACE, mending, slowing
 from capricorn.emulation.testbed import PACED, NetworkBackend
 from capricorn.faults import filler_file
 from capricorn.faults import memory_cgroup as cgroup
-from capricorn.faults.context import RevertContext, cgroup_name, persistent_folders
-from capricorn.faults.inject import PORT_SQUATTERS
-from capricorn.faults.process_registry import ProcessName, registered
+from capricorn.faults.context import RevertContext, cgroup_name
+from capricorn.faults.helper_process import end_helpers
+from capricorn.faults.persisted import persistent_folders
+from capricorn.faults.process_registry import processes_below, registered
 from capricorn.records.job_file import Job
 from capricorn.records.samples import EventSample
 from capricorn.units import Seconds
-
-SQUATTER_TIMEOUT_S: Final[Seconds] = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +50,14 @@ class Reverter:
         self._pending: list[PendingRevert] = []
 
     def on_event(self, event: EventSample) -> None:
-        """Notes a fault that is injected now, if it can be reverted."""
+        """Notes a fault that is injected now, if it can be reverted; stands still as long as one that stops us."""
         if event.event == "not-injected":
             self._pending = [each for each in self._pending if str(each.fault) != event.detail]
         if event.event == "fault" and _revert_of(fault := FaultSpec.parse(event.detail)) is not None:
             self._pending.append(PendingRevert(fault, time.monotonic() + (fault.seconds or math.inf)))
+            if kind_of(fault.kind).stops_launcher:
+                time.sleep(fault.seconds or 0.0)
+                self.tick()
 
     def tick(self) -> None:
         """Reverts what has lasted long enough."""
@@ -90,6 +91,11 @@ def _go_on(fault: FaultSpec, context: RevertContext) -> None:
         names.worker.send(signal.SIGCONT)
 
 
+def _go_on_together(fault: FaultSpec, context: RevertContext) -> None:
+    for process in processes_below(os.getpid()):
+        process.send(signal.SIGCONT)
+
+
 def _mend_link(
     fault: FaultSpec, context: RevertContext, *, act: Callable[[Link], None], script: Callable[..., str]
 ) -> None:
@@ -119,13 +125,12 @@ def _speed_up_disk(fault: FaultSpec, context: RevertContext) -> None:
             clock.slow_down(1.0)
 
 
-def _end_squatters(fault: FaultSpec, context: RevertContext) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        for line in (context.job.run_dir / PORT_SQUATTERS).read_text().splitlines():
-            if (squatter := ProcessName(*map(int, line.split())).find()) is not None:
-                squatter.kill()
-                with contextlib.suppress(psutil.TimeoutExpired):
-                    squatter.wait(SQUATTER_TIMEOUT_S)
+def _make_room_for_records(fault: FaultSpec, context: RevertContext) -> None:
+    filler_file.empty(context.job.run_dir)
+
+
+def _end_helpers(fault: FaultSpec, context: RevertContext) -> None:
+    end_helpers(context.job)
 
 
 def _remove_cgroup(fault: FaultSpec, context: RevertContext) -> None:
@@ -137,5 +142,7 @@ _REVERTS: Final[Mapping[str, Callable[[FaultSpec, RevertContext], None]]] = Mapp
     "stop": _go_on, "tmpfs-full": _make_room_in_memory,
     "slow-link": partial(_mend_link, act=lambda link: link.slow_down(1.0), script=slowing),
     "partition": partial(_mend_link, act=lambda link: link.hold(0.0), script=mending),
-    "disk-full": _make_room_on_disk, "disk-slow": _speed_up_disk, "port-taken": _end_squatters, "oom": _remove_cgroup,
+    "disk-full": _make_room_on_disk, "disk-slow": _speed_up_disk, "port-taken": _end_helpers, "oom": _remove_cgroup,
+    "swap": _remove_cgroup, "pause": _go_on_together, "fork-server": _go_on_together,
+    "records-full": _make_room_for_records, "neighbour": _end_helpers,
 })  # fmt: skip

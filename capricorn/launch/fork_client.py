@@ -11,7 +11,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -31,7 +30,7 @@ from capricorn.launch.launch_messages import (
     receive,
     to_bytes,
 )
-from capricorn.process import KILL_TIMEOUT_S, AwakeClock, is_stopped, kill_child, tell_undead, thread_states
+from capricorn.process import KILL_TIMEOUT_S, PYTHON, AwakeClock, is_stopped, kill_child, tell_undead, thread_states
 from capricorn.units import Seconds
 
 READY_TIMEOUT_S: Final[Seconds] = 120.0
@@ -128,7 +127,7 @@ class ForkServer:
         self._errors = TemporaryFile()  # noqa: SIM115 - a pipe that nobody reads may fill up and block
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "capricorn.launch.fork_server", str(theirs.fileno()), str(os.getpid())],
+                [*PYTHON, "capricorn.launch.fork_server", str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,

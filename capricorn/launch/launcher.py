@@ -19,6 +19,7 @@ came. Knows no torch; what trains are the ranks.
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import shutil
 from collections.abc import Callable
@@ -62,7 +63,8 @@ from capricorn.records.samples import (
     write_run,
 )
 from capricorn.records.strict_json import as_json
-from capricorn.runtime.store.node_store import RunLock, find_stores
+from capricorn.runtime.comm.addresses import check_endpoint
+from capricorn.runtime.store.node_store import RunLock, store_at
 from capricorn.stats.run_summary import STORE, summarize
 from capricorn.systems.registry import short_name
 from capricorn.systems.settings import file_settings_of
@@ -120,6 +122,7 @@ def launch(
     """
     started = datetime.now(UTC)
     check_faults(scenario, out)
+    check_endpoint(scenario.launch)
     try:
         with contextlib.ExitStack() as stack:
             if make_nodes is None and scenario.launch.by_torchrun:
@@ -192,6 +195,7 @@ def _make_job(
         storage_dir=storage_dir,
         files_dir=files_dir,
         persist_dir=tier_of(scenario, run_dir),
+        launcher=os.getpid(),
     )
 
 
@@ -313,8 +317,8 @@ def _finish_record(
 
 
 def _write_record(job: Job, started: datetime) -> None:
-    stores = [store for store in find_stores(job.store_dir.parent) if store.path == job.store_dir]
-    write_text(job.run_dir / STORE, as_json({"store_bytes": sum(store.num_bytes for store in stores)}))
+    store = store_at(job.store_dir)
+    write_text(job.run_dir / STORE, as_json({"store_bytes": 0 if store is None else store.num_bytes}))
     write_recoveries(job.run_dir)
     write_run(job.run_dir, record_of(job, job.run_dir, started))
 

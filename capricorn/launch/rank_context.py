@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from capricorn.records.job_file import ATTEMPT, Job
+from capricorn.runtime.comm.addresses import own_address
 from capricorn.runtime.comm.collectives import maximum
 
 COLLECTIVE_TIMEOUT: Final = timedelta(seconds=120)
@@ -126,13 +127,6 @@ def _shut(fd: int) -> None:
         is_listener = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
         if sock.family in (socket.AF_INET, socket.AF_INET6) and not is_listener:
             sock.shutdown(socket.SHUT_RDWR)
-
-
-def own_address(peer: str) -> str:
-    """Returns the address of the interface by which this machine reaches `peer`; sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((peer, 9))
-        return str(probe.getsockname()[0])
 
 
 def _emulated(job: Job, rank: int) -> str:

@@ -5,8 +5,10 @@ arguments; the module that torchrun runs gets the pid of the agent as its last a
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
+from capricorn.launch.interrupts import are_heard
 from capricorn.process import die_with_parent
 
 
@@ -15,7 +17,10 @@ def main() -> None:
     die_with_parent(int(sys.argv[1]))
     from torch.distributed.run import main as torchrun
 
-    torchrun([*sys.argv[2:], str(os.getpid())])
+    # Of itself it also hears a signal that was ignored on purpose; SIGTERM is how the launcher ends it.
+    heard = [signal.SIGTERM, *are_heard(signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)]
+    names = ",".join(number.name for number in heard)
+    torchrun(["--signals-to-handle", names, *sys.argv[2:], str(os.getpid())])
 
 
 if __name__ == "__main__":

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from capricorn.config.endpoint import parse_endpoint
 from capricorn.emulation.fabric import NamespaceEntry
 from capricorn.emulation.testbed import NetworkBackend
-from capricorn.errors import CapricornError, ConfigError
+from capricorn.errors import CapricornError
 from capricorn.launch.nodes import GaveUpError
 from capricorn.launch.restart_policy import RestartBudget, SilenceWatchdog
-from capricorn.process import AwakeClock, Child, is_stopped, kill_child, thread_states
+from capricorn.process import PYTHON, AwakeClock, Child, is_stopped, kill_child, thread_states
 from capricorn.records.job_file import Job
 from capricorn.records.samples import IterationSample
+from capricorn.runtime.comm.addresses import own_address
 from capricorn.runtime.store.node_store import NodeStore
 from capricorn.units import Seconds
 
@@ -76,17 +77,12 @@ class Rendezvous:
             network: the backend that the nodes are in.
             log_dir: where the store writes what it prints.
             spawn: starts a process, as `spawn` does.
-
-        Raises:
-            ConfigError: this machine is to host the user's endpoint and its port is taken.
         """
         launch = job.scenario.launch
         self.process: ChildProcess | None = None
         """Serves the store; None if it is the user's."""
         if launch.nnodes:
-            self.endpoint = launch.rdzv_endpoint
-            if launch.node_rank == 0:
-                _check_port(self.endpoint)
+            self.endpoint = str(parse_endpoint(launch.rdzv_endpoint, "--rdzv-endpoint"))
             return
         with network.listener as listener:
             self.endpoint = "{}:{}".format(*listener.getsockname())
@@ -199,12 +195,18 @@ class TorchrunNodes:
     def _module(self, node: int) -> list[str]:
         scenario = self._job.scenario
         launch = scenario.launch
-        where = ["--node-rank", str(node)] if launch.nnodes else ["--local-addr", self._network.address(node)]
+        where = ["--local-addr", self._network.address(node)]
+        if launch.nnodes:
+            # Not the name of this machine, which others may not know, or which may stand for its loopback.
+            host = parse_endpoint(launch.rdzv_endpoint, "--rdzv-endpoint").host
+            where = ["--node-rank", str(node), "--local-addr", own_address(host)]
         conf = {
             "join_timeout": JOIN_TIMEOUT_S,
             "keep_alive_interval": KEEP_ALIVE_INTERVAL_S,
             "keep_alive_max_attempt": KEEP_ALIVE_ATTEMPTS,
-        } | ({} if launch.nnodes else {"is_host": 0})
+            # Told, as torchrun knows a machine by its name alone.
+            "is_host": int(launch.nnodes > 0 and launch.node_rank == 0),
+        }
         return [
             *("capricorn.launch.torchrun_agent", str(os.getpid())),
             *("--nnodes", str(scenario.topology.num_nodes)),
@@ -215,7 +217,7 @@ class TorchrunNodes:
             *where,
             *("--max-restarts", str(launch.max_restarts + len(scenario.faults))),
             *("--monitor-interval", "0.1", "--shutdown-timeout", "5"),
-            *("-m", "capricorn.launch.worker", str(self._job_file)),
+            *("--no-python", *PYTHON, "capricorn.launch.worker", str(self._job_file)),
         ]
 
     def _environment(self) -> dict[str, str]:
@@ -238,13 +240,3 @@ def _stop(process: ChildProcess, timeout_s: Seconds = STOP_TIMEOUT_S) -> None:
 def _end_of(process: ChildProcess) -> str:
     code = process.poll() or 0
     return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-
-
-def _check_port(endpoint: str) -> None:
-    host, _, port = endpoint.rpartition(":")
-    try:
-        with socket.create_server((host, int(port))):
-            return
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not a port"
-        raise ConfigError(f"--rdzv-endpoint {endpoint} cannot be used here: {reason}; choose another port") from None

@@ -47,6 +47,8 @@ class Job(FrozenModel):
     """The folder for systems that write files, the same for all nodes; it goes with the run."""
     epoch_s: Seconds = Field(default_factory=lambda: time.time() - time.monotonic())
     """The begin of this machine's monotonic clock in seconds since the epoch, as the wall clock had it at the start."""
+    launcher: int = 0
+    """The process of the launcher, from which all others come; 0 is not known."""
 
     def write(self) -> Path:
         path = self.run_dir / JOB

@@ -168,6 +168,9 @@ class EventSample(FrozenModel):
     agree_s: Seconds = 0.0
     fetch_s: Seconds = 0.0
     load_s: Seconds = 0.0
+    on_disk: tuple[int, ...] | None = None
+    """`fault`: checkpoints that were complete on the persistent tier right before it, ascending; None in older records.
+    """
 
 
 RECOVERY_PHASES: Final = ("detect_s", "restart_s", "agree_s", "fetch_s", "load_s", "first_iteration_s")
@@ -359,7 +362,7 @@ def write_run(folder: Path, record: RunRecord) -> None:
     write_record(folder / RUN, record)
 
 
-def write_record(path: Path, record: FrozenModel, *, indent: int = 2) -> None:
+def write_record(path: Path, record: FrozenModel, *, indent: int | None = 2) -> None:
     """Writes a record so that a reader sees the old one or the new one, never a part.
 
     Raises:

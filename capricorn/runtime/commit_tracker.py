@@ -72,7 +72,7 @@ class CommitTracker(Generic[S]):
     def start_vote(self, losses_s: tuple[Seconds, Seconds] = (0.0, 0.0)) -> None:
         """Starts a vote of all ranks on whether the pending save has settled, and succeeded; collective.
 
-        The same reduction finds whether they all save the same iteration, and the greatest of the ranks' losses. Nothing
+        The same reduction finds whether all save the same iteration, and the greatest of the ranks' losses. Nothing
         happens when no vote can start.
 
         Raises:

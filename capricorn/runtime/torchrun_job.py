@@ -6,7 +6,6 @@ import fcntl
 import ipaddress
 import os
 import socket
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -15,12 +14,15 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
+from capricorn.config.endpoint import Endpoint
+from capricorn.config.fields import check_path_part
 from capricorn.config.planner import PlannerConfig
 from capricorn.config.scenario import PersistConfig, SystemConfig
 from capricorn.errors import ConfigError, StoreError
+from capricorn.runtime.comm.addresses import listening_address
 from capricorn.runtime.comm.collectives import gather_texts, maximum, waiting_for
-from capricorn.runtime.deadline import Deadline, check_timeout
-from capricorn.runtime.store.node_store import RUN_PREFIX, NodeStore
+from capricorn.runtime.deadline import check_timeout
+from capricorn.runtime.store.node_store import RUN_PREFIX, NodeStore, lock_folder
 from capricorn.systems.interface import JobContext
 from capricorn.topology import Topology
 from capricorn.units import Seconds
@@ -54,17 +56,19 @@ def join_job(
         persist: which checkpoints are persisted as well, and where: `dir` is then needed, a folder that all nodes
             reach.
         device: where the state of this rank lives.
-        address: of this node's own interface, by which its peers reach it.
+        address: of this node's own interface, by which its peers reach it: IPv4, IPv6, or a host name.
         root: a tmpfs.
         timeout_s: deadline of the control group's collectives.
 
     Raises:
-        ConfigError: this is not a torchrun worker, there are more replicas than nodes, `persist` names no folder, no
-            such timeout can be waited for, or a rank's address is one that its peers on other machines do not reach.
+        ConfigError: this is not a torchrun worker, `run_id` cannot be part of a file's name, there are more replicas
+            than nodes, `persist` names no folder, no such timeout can be waited for, or `address` is not of this
+            machine, or one that peers on other machines do not reach.
         StoreError: the store cannot be made.
         PeerLostError: a peer is gone, or did not come in time.
     """
     check_timeout("timeout_s", timeout_s)
+    check_path_part(run_id, "run_id")
     persist = persist or PersistConfig()
     if persist.every and not persist.dir:
         raise ConfigError("persist.every needs persist.dir, a folder that all nodes reach")
@@ -74,7 +78,7 @@ def join_job(
     except KeyError as error:
         raise ConfigError(f"{error.args[0]} is not set; start the job with torchrun") from None
     if (world := dist.group.WORLD) is None:
-        raise ConfigError("there is no process group; call torch.distributed.init_process_group before join_job")
+        raise ConfigError("there is no process group; call init_process_group before join_job")
     with waiting_for(world, "a group of all ranks for checkpoints"):
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     topology = Topology(dist.get_world_size() // local_size, local_size)
@@ -93,10 +97,8 @@ def join_job(
         planner=planner or PlannerConfig(),
         persist=persist,
         persist_dir=_make_persistent_tier(Path(persist.dir)) if persist.dir else None,
-        store_dir=_make_store(
-            Path(root) / (RUN_PREFIX + run_id), run_id, topology.node_of(rank), topology, Deadline(timeout_s)
-        ),
-        address=address,
+        store_dir=_make_store(Path(root) / (RUN_PREFIX + run_id), run_id, topology.node_of(rank), topology),
+        address=listening_address(Endpoint(address, 0), f"address={address!r}"),
     )
 
 
@@ -141,31 +143,10 @@ def _is_loopback(address: str) -> bool:
         return address == "localhost"
 
 
-def _make_store(folder: Path, run_id: str, node: int, topology: Topology, deadline: Deadline) -> Path:
+def _make_store(folder: Path, run_id: str, node: int, topology: Topology) -> Path:
     try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        NodeStore.create(folder / f"node{node}", run_id, node, topology)  # which refuses a folder of others
-        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        _share(lock, folder, deadline)  # held, with its descriptor, until this process ends
+        lock_folder(folder, fcntl.LOCK_SH)  # held, with its descriptor, until this process ends
+        NodeStore.create(folder / f"node{node}", run_id, node, topology)
     except OSError as error:
         raise StoreError(f"cannot make the store {folder}: {error.strerror}") from None
     return folder / f"node{node}"
-
-
-def _share(lock: int, folder: Path, deadline: Deadline) -> None:
-    """Takes a lock together with the other ranks; who looks for leftovers holds it for a moment, another run for long.
-
-    Raises:
-        StoreError: it was not to be had in time.
-    """
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if not deadline.left_s:
-                os.close(lock)
-                raise StoreError(
-                    f"{folder} is locked by another run for {deadline.timeout_s:g} s: choose another run_id"
-                ) from None
-            time.sleep(POLL_S)

@@ -22,11 +22,11 @@ from capricorn.campaign.campaign_record import (
     outcome_line,
     read_campaign,
     scenario_of,
+    shape_of,
     succeeded,
     write_campaign,
 )
 from capricorn.campaign.cases import PERSIST_EVERY, Asked, plan_cases
-from capricorn.campaign.outcomes import PHASES
 from capricorn.campaign.sampling import draw
 from capricorn.campaign.verdict import Judgement
 from capricorn.compare.compare_record import parse_variants
@@ -36,6 +36,7 @@ from capricorn.config.fields import validate
 from capricorn.config.scenario import Scenario
 from capricorn.errors import ConfigError
 from capricorn.faults.applicability import why_not
+from capricorn.records.samples import RECOVERY_PHASES
 from capricorn.report.terminal.campaign_table import campaign_markdown, case_lines, grid_of
 from capricorn.sizing.scale import scale
 from capricorn.systems.settings import override, settings_of
@@ -65,7 +66,7 @@ def asked(
 
 
 def judgement(verdict: str = "PASS", **fields: Any) -> Judgement:
-    phases = dict.fromkeys(PHASES, 0.1)
+    phases = dict.fromkeys(RECOVERY_PHASES, 0.1)
     usual = {
         "verdict": verdict, "survives": True, "detail": "in words", "recovery_s": 0.5, "lost_iterations": 1,
         "phases_s": phases,
@@ -92,13 +93,13 @@ def record_of(judgements: Sequence[Judgement | None], system: str = "capricorn",
 
 @settings(max_examples=200)
 @given(seed=st.integers(0, 10**6), number=st.integers(0, 1000))
-def test_whatever_is_drawn_can_be_spelled_read_back_and_strike(seed: int, number: int) -> None:
+def test_whatever_is_drawn_can_be_spelled_read_back_and_injected(seed: int, number: int) -> None:
     fault = draw(ALL, scenario(), seed, number)
     assert FaultSpec.parse(str(fault)) == fault
     assert 2 <= fault.iteration <= scenario().train.iterations - 2
     config = override(PACED if fault.kind not in LOCAL else scenario(), ["persist.every=2"])
-    struck = validate(Scenario, config.model_dump() | {"faults": (fault,)}, "test")
-    assert why_not(fault, struck) == ""
+    disturbed = validate(Scenario, config.model_dump() | {"faults": (fault,)}, "test")
+    assert why_not(fault, disturbed) == ""
 
 
 @given(seed=st.integers(0, 1000), number=st.integers(0, 100))
@@ -121,13 +122,47 @@ def test_in_time_every_place_length_target_and_moment_is_drawn() -> None:
     assert len({fault.call for fault in faults if fault.kind == "torn-commit"}) == 12
 
 
+@pytest.mark.parametrize("shape", ["", "3x1"])
+def test_drawn_faults_come_to_all_shapes_and_name_ranks_and_nodes_that_these_have(shape: str) -> None:
+    scenarios = {AS_CONFIGURED: scenario()}
+    for each in ("2x1", "2x2", "3x1"):
+        nodes, _, ranks = each.partition("x")
+        shaped = override(scenario(), [f"cluster.nodes={nodes}", f"cluster.ranks_per_node={ranks}"])
+        scenarios |= {f"{AS_CONFIGURED}@{each}": shaped, f"pid-1@{each}": shaped}
+    shapes = (shape,) if shape else ("2x1", "2x2", "3x1")
+    kinds = ["kill", "node-loss", "kill-all"]
+    cases, _ = plan_cases(asked(kinds=kinds, num=300, scenarios=scenarios, shapes=shapes))
+    assert {shape_of(case.testbed) for case in cases} == set(shapes)
+    for case in cases:
+        topology = scenarios[case.testbed].topology
+        assert (case.fault.rank or 0) < topology.world_size
+        assert (case.fault.node or 0) < topology.num_nodes
+        words = shlex.split(case.repro)
+        assert words[words.index("--nodes") + 1] == str(topology.num_nodes)
+        assert words[words.index("--ranks-per-node") + 1] == str(topology.ranks_per_node)
+    most = max(case.fault.rank or 0 for case in cases)
+    assert most == (2 if shape else 3)
+
+
+def test_some_drawn_cases_have_a_launcher_that_is_process_1_where_that_can_be() -> None:
+    scenarios = {AS_CONFIGURED: scenario(), "pid-1": scenario()}
+    cases, _ = plan_cases(asked(kinds=["kill"], num=120, scenarios=scenarios))
+    first = [case for case in cases if case.testbed == "pid-1"]
+    assert 2 < len(first) < 30
+    assert shlex.split(first[0].repro)[:5] == ["unshare", "--pid", "--fork", "--mount-proc", "capricorn-bench"]
+    assert "as process 1" in outcome_line(first[0].model_copy(update={"judgement": judgement()}))
+    without, _ = plan_cases(asked(kinds=["kill"], num=120))
+    assert [case.fault for case in without] == [case.fault for case in cases]
+    assert {case.testbed for case in without} == {AS_CONFIGURED}
+
+
 def test_the_persistent_tier_is_hit_late_when_something_is_on_it() -> None:
     faults = [draw(["group-loss", "corrupt", "kill"], scenario(), 0, number) for number in range(300)]
     assert {fault.iteration for fault in faults if fault.hits_persistent_tier} == {8, 9, 10}
     assert {fault.iteration for fault in faults if fault.kind == "kill"} == set(range(2, 11))
 
 
-def test_a_run_too_short_to_be_struck_is_refused() -> None:
+def test_a_run_too_short_for_a_fault_is_refused() -> None:
     short = override(scenario(), ["train.iterations=3", "train.warmup=0"])
     with pytest.raises(ConfigError, match="--iterations 3 is too short for failures to be drawn; use 4 or more"):
         draw(LOCAL, short, 0, 0)
@@ -141,7 +176,7 @@ def test_an_unknown_kind_is_told_with_the_nearest() -> None:
 # --- cases
 
 
-def test_every_failure_strikes_all_systems_it_can_and_the_others_are_told() -> None:
+def test_every_failure_comes_to_all_systems_it_can_and_the_others_are_told() -> None:
     cases, not_run = plan_cases(asked("capricorn,torchsnapshot,none", kinds=["kill", "corrupt"], num=20))
     assert [case.number for case in cases if case.system == "capricorn"] == list(range(20))
     kinds = {
@@ -166,7 +201,7 @@ def test_half_of_what_is_drawn_has_a_persistent_tier_and_what_hits_one_always() 
     assert 30 < kills.count(PERSIST_EVERY) < 70
     assert set(kills) == {0, PERSIST_EVERY}
     losses = [case for case in cases if case.fault.kind == "group-loss"]
-    assert {(case.persist_every, case.testbed) for case in losses} == {(PERSIST_EVERY, "paced")}
+    assert {(case.persist_every, case.testbed) for case in losses} == {(PERSIST_EVERY, AS_CONFIGURED)}
 
 
 def test_a_fault_has_the_testbed_that_it_needs() -> None:
@@ -235,8 +270,21 @@ def test_a_record_with_the_names_of_older_ones_is_read_as_if_it_had_those_of_tod
 
 @pytest.mark.parametrize("folder", sorted(PUBLISHED.glob("*-faults-*")), ids=lambda folder: folder.name)
 def test_published_campaigns_have_the_verdicts_that_were_published(folder: Path) -> None:
-    cases = json.loads((folder / "campaign.json").read_text())["cases"]
-    assert counts(read_campaign(folder).cases) == Counter(case["judgement"]["verdict"] for case in cases)
+    judgements = [case["judgement"] for case in json.loads((folder / "campaign.json").read_text())["cases"]]
+    published = Counter(each["verdict"] for each in judgements)
+    left_nothing = sum(each["verdict"] == "HARD_FAIL" and not each["survives"] for each in judgements)
+    published += Counter({"HARD_FAIL": -left_nothing, "NOTHING_LEFT": left_nothing})
+    assert counts(read_campaign(folder).cases) == +published
+
+
+def test_a_record_of_a_thousand_cases_stays_small(tmp_path: Path) -> None:
+    cases, _ = plan_cases(asked(num=100))
+    record = record_of([]).model_copy(
+        update={"cases": tuple(case.model_copy(update={"judgement": judgement()}) for case in cases)}
+    )
+    write_campaign(tmp_path, record)
+    others = len(record.model_copy(update={"cases": ()}).model_dump_json())
+    assert ((tmp_path / "campaign.json").stat().st_size - others) / len(cases) < 900
 
 
 def test_a_judged_case_takes_its_place() -> None:
@@ -253,16 +301,18 @@ def test_a_judged_case_takes_its_place() -> None:
         ("capricorn", "PASS", True, True),
         ("capricorn", "LOST_WORK", True, False),
         ("capricorn", "HARD_FAIL", True, False),
-        ("capricorn", "HARD_FAIL", False, True),
+        ("capricorn", "NOTHING_LEFT", False, True),
+        ("capricorn", "HARD_FAIL", False, False),
         ("capricorn", "SILENT_DIVERGENCE", False, False),
         ("capricorn:system.every=2", "NOT_TRIGGERED", True, False),
         ("torchsnapshot", "SILENT_DIVERGENCE", True, True),
     ],
 )
-def test_only_capricorn_decides_and_where_no_copy_survived_it_may_give_up(
+def test_only_capricorn_decides_and_where_nothing_was_left_it_may_give_up(
     system: str, verdict: str, survives: bool, fine: bool
 ) -> None:
-    assert succeeded(record_of([judgement(), judgement(verdict, survives=survives)], system)) is fine
+    judged = judgement().model_copy(update={"verdict": verdict, "survives": survives})
+    assert succeeded(record_of([judgement(), judged], system)) is fine
 
 
 # --- what is shown
@@ -271,10 +321,10 @@ def test_only_capricorn_decides_and_where_no_copy_survived_it_may_give_up(
 def test_a_cell_counts_verdicts_with_the_worst_loss_and_what_is_left() -> None:
     passed = [judgement(), judgement()]
     record = record_of([*passed, judgement("LOST_WORK", lost_iterations=4), judgement("HARD_FAIL"),
-                        judgement("HARD_FAIL", survives=False), None])  # fmt: skip
+                        judgement("NOTHING_LEFT", survives=False), None])  # fmt: skip
     (cell,) = grid_of(record).rows["kill"]
     assert [part.text for part in cell] == [
-        "2 PASS", "1 LOST_WORK(4)", "1 HARD_FAIL", "1 HARD_FAIL (no copy survived)", "1 left",
+        "2 PASS", "1 LOST_WORK(4)", "1 HARD_FAIL", "1 NOTHING_LEFT", "1 left",
     ]  # fmt: skip
 
 
@@ -300,10 +350,10 @@ def test_the_report_has_times_by_mode_and_what_repeats_each_case_that_did_not_pa
 
 
 def test_a_line_tells_the_case_and_its_command_only_if_it_did_not_pass() -> None:
-    record = record_of([judgement(), judgement("HARD_FAIL", survives=False, recovery_s=None, detail="gone")])
+    record = record_of([judgement(), judgement("NOTHING_LEFT", survives=False, recovery_s=None, detail="gone")])
     assert outcome_line(record.cases[0]) == (
         "capricorn kill@rank=1,iteration=5,op=before_update: PASS, lost 1, recovery 0.5 s: in words"
     )
     assert [line.plain for line in case_lines(record)] == [
-        "capricorn kill@rank=1,iteration=5,op=before_update: HARD_FAIL (no copy survived): gone", "  repeat 1",
+        "capricorn kill@rank=1,iteration=5,op=before_update: NOTHING_LEFT: gone", "  repeat 1",
     ]  # fmt: skip

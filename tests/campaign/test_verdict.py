@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capricorn.campaign.outcomes import RunOutcome
-from capricorn.campaign.verdict import difference, reference_of, survives
+from capricorn.campaign.verdict import Judgement, difference, reference_of, survives
 from capricorn.config.fault_spec import FaultSpec
 from capricorn.errors import CapricornError
 from capricorn.systems.settings import override
@@ -46,14 +46,14 @@ def test_it_is_told_which_copies_came_from_where_and_what_was_skipped() -> None:
 
 @pytest.mark.parametrize(("iteration", "attempt"), [(3, 0), (7, 1), (LAST, 1)])
 def test_one_loss_that_differs_in_its_last_bit_is_a_silent_divergence(iteration: int, attempt: int) -> None:
-    struck = outcome()
+    disturbed = outcome()
     wrong = [
         s.model_copy(update={"loss": s.loss * (1 + 2**-52)})
         if (s.iteration, s.attempt, s.rank) == (iteration, attempt, 1)
         else s
-        for s in struck.samples
+        for s in disturbed.samples
     ]
-    judgement = judged(replace(struck, samples=wrong))
+    judgement = judged(replace(disturbed, samples=wrong))
     assert judgement.verdict == "SILENT_DIVERGENCE"
     assert judgement.detail.startswith(f"loss of rank 1 in iteration {iteration} is ")
 
@@ -65,17 +65,17 @@ def test_equal_losses_with_another_last_state_are_a_silent_divergence() -> None:
 
 
 def test_losses_that_are_no_numbers_are_compared_like_all_others() -> None:
-    struck = outcome()
-    samples = [s.model_copy(update={"loss": float("nan")}) for s in struck.samples]
-    assert judged(replace(struck, samples=samples)).verdict == "SILENT_DIVERGENCE"
+    disturbed = outcome()
+    samples = [s.model_copy(update={"loss": float("nan")}) for s in disturbed.samples]
+    assert judged(replace(disturbed, samples=samples)).verdict == "SILENT_DIVERGENCE"
 
 
 def test_an_iteration_without_a_record_is_excused_only_if_it_was_restored() -> None:
-    struck = outcome(resumed=7, reached=7)
-    without = [s for s in struck.samples if (s.iteration, s.rank) != (7, 1)]
-    assert judged(replace(struck, samples=without)).verdict == "PASS"
-    without = [s for s in struck.samples if (s.iteration, s.rank) != (4, 1)]
-    judgement = judged(replace(struck, samples=without))
+    disturbed = outcome(resumed=7, reached=7)
+    without = [s for s in disturbed.samples if (s.iteration, s.rank) != (7, 1)]
+    assert judged(replace(disturbed, samples=without)).verdict == "PASS"
+    without = [s for s in disturbed.samples if (s.iteration, s.rank) != (4, 1)]
+    judgement = judged(replace(disturbed, samples=without))
     assert (judgement.verdict, judgement.detail[:40]) == (
         "SILENT_DIVERGENCE", "rank 1 left no record of iteration 4; ba",
     )  # fmt: skip
@@ -98,11 +98,50 @@ def test_a_failure_that_never_came_is_no_pass() -> None:
 
 
 def test_a_run_that_did_not_end_well_is_a_hard_fail_and_starts_that_never_trained_are_not_told() -> None:
-    struck = outcome(failure="hang: not done after 90 s", samples=[sample(1, 0), sample(1, 1)],
+    disturbed = outcome(failure="hang: not done after 90 s", samples=[sample(1, 0), sample(1, 1)],
                      recoveries=[recovery(0, 7, ())])  # fmt: skip
-    judgement = judged(struck)
+    judgement = judged(disturbed)
     assert (judgement.verdict, judgement.recovery_s, judgement.lost_iterations) == ("HARD_FAIL", None, 0)
     assert judgement.detail == "hang: not done after 90 s"
+
+
+NOTHING = "no complete checkpoint survives"
+
+
+@pytest.mark.parametrize(
+    ("system", "failure", "fault", "persisted", "verdict"),
+    [
+        ("capricorn", NOTHING, "group-loss@node=0,iteration=9", (), "NOTHING_LEFT"),
+        ("capricorn", NOTHING, "group-loss@node=0,iteration=9", (4,), "HARD_FAIL"),
+        ("capricorn", NOTHING, "truncate@rank=0,iteration=9,where=disk", (4,), "NOTHING_LEFT"),
+        ("capricorn", NOTHING, "truncate@rank=0,iteration=9,where=disk", (4, 6), "HARD_FAIL"),
+        ("capricorn", NOTHING, "kill@rank=0,iteration=9", (), "HARD_FAIL"),
+        ("capricorn", "hang: not done after 90 s", "group-loss@node=0,iteration=9", (), "HARD_FAIL"),
+        ("torchsnapshot", NOTHING, "corrupt@rank=0,iteration=9,where=disk", (8,), "NOTHING_LEFT"),
+        ("torchsnapshot", NOTHING, "corrupt@rank=0,iteration=9,where=disk", (7, 8), "HARD_FAIL"),
+        ("torchsnapshot", NOTHING, "group-loss@node=0,iteration=9", (7, 8), "HARD_FAIL"),
+    ],
+)
+def test_what_ended_since_nothing_was_left_when_the_fault_came_is_told_from_a_failure(
+    system: str, failure: str, fault: str, persisted: tuple[int, ...], verdict: str
+) -> None:
+    settings = ["persist.every=2"] if system == "capricorn" else []
+    config = override(scenario(), [f"system.name={system}", *settings])
+    disturbed = outcome(failure=failure, persisted=persisted)
+    assert judged(disturbed, FaultSpec.parse(fault), config).verdict == verdict
+
+
+def test_what_went_on_otherwise_though_nothing_was_left_is_a_divergence() -> None:
+    fault = FaultSpec.parse("group-loss@node=0,iteration=7")
+    events = [event("fault", on_disk=()), *digests({1: "other"})]
+    assert judged(outcome(events=events), fault).verdict == "SILENT_DIVERGENCE"
+
+
+def test_an_older_record_in_which_no_copy_survived_is_read_with_the_verdict_of_today() -> None:
+    older = {"verdict": "HARD_FAIL", "survives": False, "detail": "no complete checkpoint survives"}
+    assert Judgement.model_validate(older).verdict == "NOTHING_LEFT"
+    assert Judgement.model_validate(older | {"survives": True}).verdict == "HARD_FAIL"
+    assert Judgement.model_validate(older | {"detail": "hang: not done after 90 s"}).verdict == "HARD_FAIL"
 
 
 # --- how much may be lost
@@ -124,17 +163,17 @@ def test_a_run_that_did_not_end_well_is_a_hard_fail_and_starts_that_never_traine
 def test_what_may_be_lost_is_what_the_intervals_explain(
     settings: list[str], reached: int, resumed: int, sources: tuple[str, ...], persisted: Any, verdict: str
 ) -> None:
-    struck = outcome(
+    disturbed = outcome(
         resumed, reached, recoveries=[recovery(resumed, reached - resumed, sources)], persisted=persisted
     )  # fmt: skip
-    assert judged(struck, config=override(scenario(), settings)).verdict == verdict
+    assert judged(disturbed, config=override(scenario(), settings)).verdict == verdict
 
 
 def test_a_damaged_checkpoint_persisted_explains_the_one_before() -> None:
     config = override(scenario(), ["persist.every=3"])
     fault = FaultSpec.parse("corrupt@rank=0,iteration=11,where=disk")
-    struck = outcome(3, 10, recoveries=[recovery(3, 7, ("persistent",) * 2)], persisted=(3, 6))
-    assert judged(struck, fault, config).verdict == "PASS"
+    disturbed = outcome(3, 10, recoveries=[recovery(3, 7, ("persistent",) * 2)], persisted=(3, 6))
+    assert judged(disturbed, fault, config).verdict == "PASS"
 
 
 # --- what a failure leaves
@@ -163,7 +202,7 @@ def test_a_damaged_checkpoint_persisted_explains_the_one_before() -> None:
         ("truncate@rank=0,iteration=2,where=disk", ["system.name=torchsnapshot"], False),
     ],
 )
-def test_whether_a_copy_survives_depends_on_what_is_struck_and_what_else_there_is(
+def test_whether_a_copy_survives_depends_on_what_is_hit_and_what_else_there_is(
     fault: str, settings: list[str], left: bool
 ) -> None:
     assert survives(FaultSpec.parse(fault), override(scenario(), settings)) is left

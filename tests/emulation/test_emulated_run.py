@@ -180,7 +180,7 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("--set", "cluster.rho=0.9"), "cluster.rho means nothing on --cluster local"),
     (
         ("--cluster", "p4d", "--model", "mixtral-8x7b", "--fault", "kill@rank=1,iteration=11,op=expert.20.backward"),
-        "can never strike",
+        "can never be triggered",
     ),
     (("--loads", "stabel"), "did you mean 'stable'?"),
     (("--loads", "missing.npz"), "missing.npz cannot be read"),

@@ -1,4 +1,4 @@
-"""Injected failures: which can happen to what, when they strike, and what they do to copies and files."""
+"""Injected failures: which can happen to what, when they come, and what they do to copies and files."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from capricorn.faults.feasibility import check_faults
 from capricorn.faults.inject import INJECTIONS
 from capricorn.faults.injector import FaultInjector
 from capricorn.faults.kill_point import KillPoint
+from capricorn.faults.persisted import MOST_S, PersistedWait
 from capricorn.faults.process_registry import ProcessName
 from capricorn.records.failures import injected
 from capricorn.records.job_file import Job
@@ -64,6 +66,11 @@ def test_every_kind_can_be_made_to_happen() -> None:
         ("tmpfs-full@rank=0,iteration=3", ("system.name=dcp", "storage.medium=tmpfs"), ""),
         ("partition@node=0,iteration=3", (), "--cluster"),
         ("group-loss@node=0,iteration=3", (), ""),
+        ("pause@iteration=3", (), ""),
+        ("pause@iteration=3,seconds=0", (), "use seconds=S"),
+        ("fork-server@node=0,iteration=3", (), ""),
+        ("fork-server@node=0,iteration=3", ("launch.restart=torchrun",), "torchrun starts the ranks here"),
+        ("truncate@rank=0,iteration=3,where=previous", ("system.replicas=1",), "--replicas 2"),
         ("group-loss@node=0,iteration=3", ("launch.nnodes=2", "launch.rdzv_endpoint=a:1"), "leave out --nnodes"),
     ],
 )
@@ -91,7 +98,11 @@ def test_an_endless_partition_is_refused_only_where_links_are_paced() -> None:
 
 @pytest.mark.parametrize(
     ("text", "settings"),
-    [("tmpfs-full@rank=0,iteration=3", ()), ("disk-full@iteration=3", ("system.name=torch-save",))],
+    [
+        ("tmpfs-full@rank=0,iteration=3", ()),
+        ("disk-full@iteration=3", ("system.name=torch-save",)),
+        ("records-full@iteration=3", ()),
+    ],
 )
 def test_a_large_file_system_is_never_filled(text: str, settings: tuple[str, ...], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="mount a small tmpfs"):
@@ -101,22 +112,99 @@ def test_a_large_file_system_is_never_filled(text: str, settings: tuple[str, ...
     assert not list(tmp_path.iterdir())
 
 
+def test_a_machine_without_swap_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("psutil.swap_memory", lambda: SimpleNamespace(total=0))
+    with pytest.raises(ConfigError, match="this machine has no swap"):
+        check_faults(with_faults("swap@rank=0,iteration=3"), tmp_path)
+
+
+def test_a_key_that_an_older_record_does_not_have_or_leaves_empty_is_as_the_kind_says() -> None:
+    older = {"kind": "clock-jump", "iteration": 3, "rank": 1, "node": None, "where": "", "seconds": 60.0, "call": None}
+    assert FaultSpec.model_validate(older) == fault("clock-jump@rank=1,iteration=3,where=ahead,seconds=60")
+
+
 # --- when
 
 
-def test_a_fault_is_injected_once_however_often_the_rank_starts(tmp_path: Path) -> None:
-    job = make_job(tmp_path, "clock-jump@rank=1,iteration=3,op=after_update")
+@pytest.mark.parametrize(("where", "sign"), [("ahead", 1), ("back", -1)])
+def test_a_fault_is_injected_once_however_often_the_rank_starts(where: str, sign: int, tmp_path: Path) -> None:
+    job = make_job(tmp_path, f"clock-jump@rank=1,iteration=3,op=after_update,where={where}")
     before = time.time
     try:
         for attempt in range(2):
             injector = FaultInjector(job, 1, attempt)
             injector.on_iteration_begin(3)
             injector.after_update(3)
-            assert before() + 3500 < time.time() < before() + 3700
+            assert before() + sign * 3600 - 100 < time.time() < before() + sign * 3600 + 100
     finally:
         time.time = before
     (event,) = read_samples(job.run_dir / EVENTS, EventSample)
     assert (event.event, event.rank, event.iteration, event.detail) == ("fault", 1, 3, str(job.scenario.faults[0]))
+
+
+def test_a_note_of_a_fault_has_what_was_on_disk_right_before_it(tmp_path: Path) -> None:
+    job = make_job(tmp_path, "clock-jump@rank=1,iteration=3,op=after_update,seconds=0")
+    assert job.files_dir is not None
+    for iteration in (10, 9):
+        checkpoint(job.files_dir, iteration)
+    checkpoint(job.files_dir, 11, is_complete=False)
+    before = time.time
+    try:
+        injector = FaultInjector(job, 1, 0)
+        injector.on_iteration_begin(3)
+        injector.after_update(3)
+    finally:
+        time.time = before
+    (event,) = read_samples(job.run_dir / EVENTS, EventSample)
+    assert event.on_disk == (9, 10)
+
+
+def checkpoint(folder: Path, iteration: int, *, is_complete: bool = True) -> None:
+    """A checkpoint of the persistent tier, or what has become of one so far."""
+    (path := folder / f"iteration-{iteration:08}").mkdir()
+    (path / "data").write_bytes(bytes(100))
+    if is_complete:
+        (path / "commit.json").write_text("{}")
+
+
+class Disk:
+    """The files of a run, of which another one is complete whenever somebody has waited long enough; and the time."""
+
+    def __init__(self, job: Job, every_s: float) -> None:
+        assert job.files_dir is not None
+        self.folder, self.every_s, self.now_s, self.num = job.files_dir, every_s, 0.0, 0
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def sleep(self, duration_s: float) -> None:
+        self.now_s += duration_s
+        while (self.num + 1) * self.every_s < self.now_s:
+            self.num += 1
+            checkpoint(self.folder, self.num)
+
+
+@pytest.mark.parametrize(
+    ("text", "every_s", "num"),
+    [
+        ("corrupt@rank=1,iteration=8,where=disk", 0.001, 2),
+        ("corrupt@rank=1,iteration=8,where=disk", 3.0, 2),
+        ("group-loss@node=1,iteration=8", 3.0, 1),
+        ("kill@rank=1,iteration=8", 3.0, 0),
+        ("corrupt@rank=1,iteration=8,where=disk", 1e9, 0),
+    ],
+)
+def test_a_run_is_held_up_until_as_much_is_on_disk_as_a_fault_leaves_one_of_but_not_for_ever(
+    text: str, every_s: float, num: int, tmp_path: Path
+) -> None:
+    job = make_job(tmp_path)
+    job = job.model_copy(update={"scenario": override(job.scenario, ["persist.every=2"])})
+    disk = Disk(job, every_s)
+    wait = PersistedWait(job, [fault(text)], disk.clock, disk.sleep)
+    for iteration in range(1, 20):
+        wait.before(iteration)
+    assert min(2, disk.num) == num
+    assert disk.now_s <= MOST_S + 1
 
 
 def test_nothing_stands_in_the_way_of_a_rank_without_failures(tmp_path: Path) -> None:
@@ -167,6 +255,14 @@ def test_only_the_newest_copy_of_that_rank_in_that_place_is_damaged(
     job = make_job(tmp_path)
     damage_copies(fault(f"{kind}@rank=1,iteration=5,where={where}"), job, 1)
     assert damaged(job) == [(node, 1, 4 if kind == "corrupt" else 0)]
+
+
+@pytest.mark.parametrize("kind", ["corrupt", "truncate"])
+def test_the_second_newest_copy_is_damaged_and_the_newer_one_lost_on_that_node_alone(kind: str, tmp_path: Path) -> None:
+    job = make_job(tmp_path)
+    damage_copies(fault(f"{kind}@rank=1,iteration=5,where=previous"), job, 1)
+    assert {(node, owner) for node, owner, _ in damaged(job)} == {(1, 1)}
+    assert len(damaged(job)) == 2
 
 
 def test_the_same_bit_is_flipped_whenever_the_run_is_repeated(tmp_path: Path) -> None:

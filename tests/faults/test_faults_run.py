@@ -56,6 +56,12 @@ def digests(ended: Run) -> dict[int, str]:
         pytest.param("corrupt@rank=1,iteration=6,where=replica", (), LOCAL, marks=SLOW),
         pytest.param("truncate@rank=1,iteration=6", (), PEER),
         pytest.param("truncate@rank=1,iteration=6,where=replica", (), LOCAL, marks=SLOW),
+        pytest.param("corrupt@rank=1,iteration=6,where=previous", (), PEER, marks=SLOW),
+        pytest.param("truncate@rank=1,iteration=6,where=previous", (), PEER, marks=SLOW),
+        pytest.param("neighbour@rank=1,iteration=6,where=stores", (), LOCAL, marks=SLOW),
+        pytest.param("neighbour@rank=1,iteration=6,where=job", (), LOCAL, marks=SLOW),
+        pytest.param("fork-server@node=1,iteration=6,where=killed", (), PEER, marks=SLOW),
+        pytest.param("fork-server@node=1,iteration=6,where=stopped", (), PEER, marks=SLOW),
         pytest.param("torn-commit@rank=1,iteration=6,call=1", (), LOCAL, marks=SLOW),
         pytest.param("torn-commit@rank=1,iteration=6,call=3", (), LOCAL, marks=SLOW),
         pytest.param("torn-commit@rank=1,iteration=6,call=2", FILES, FROM_FILES, marks=SLOW),
@@ -70,7 +76,7 @@ def test_a_run_goes_on_from_what_survives(
 ) -> None:
     ended = run(tmp_path, *SHORT, *options, *faults(fault))
     assert_ok(ended)
-    assert ended.num_struck == 1
+    assert ended.num_triggered == 1
     assert ended.sources[-1] == sources
     assert min(ended.lost) <= 1
     assert_as_before(ended, reference)
@@ -81,6 +87,9 @@ def test_a_run_goes_on_from_what_survives(
     ("fault", "options"),
     [
         ("clock-jump@rank=1,iteration=6", ()),
+        ("clock-jump@rank=1,iteration=6,where=back", ()),
+        ("pause@iteration=6,seconds=1", ()),
+        ("pause@iteration=6,seconds=8", ()),
         ("stop@rank=1,iteration=6,seconds=0.5", ()),
         ("disk-slow@iteration=6,seconds=0.5", FILES),
     ],
@@ -90,7 +99,7 @@ def test_a_run_is_held_up_and_loses_nothing(
 ) -> None:
     ended = run(tmp_path, *SHORT, *options, *faults(fault))
     assert_ok(ended)
-    assert ended.num_struck == 1
+    assert ended.num_triggered == 1
     assert not ended.resumed
     assert_as_before(ended, reference)
 
@@ -102,7 +111,7 @@ def test_a_run_waits_for_a_bad_link(way: str, kind: str, cluster: Path, tmp_path
     links = ("--cluster", str(cluster), "--set", f"cluster.links={way}")
     ended = run(tmp_path, *SHORT, *links, *faults(f"{kind}@node=1,iteration=6,seconds=1"))
     assert ended.record["verdict"] == "ok" or ended.record["verdict"].startswith("invalid: ")
-    assert ended.num_struck == 1
+    assert ended.num_triggered == 1
     assert not ended.resumed
     assert_as_before(ended, reference)
 
@@ -110,7 +119,7 @@ def test_a_run_waits_for_a_bad_link(way: str, kind: str, cluster: Path, tmp_path
 @pytest.mark.slow
 def test_a_block_that_was_damaged_on_the_wire_is_refused_and_training_goes_on(tmp_path: Path, reference: Run) -> None:
     ended = run(tmp_path, *SHORT, *faults("corrupt@rank=1,iteration=6,where=wire"))
-    assert ended.num_struck == 1
+    assert ended.num_triggered == 1
     assert not ended.resumed
     assert sum(sample.failed_saves for sample in ended.samples) == 1
     assert_as_before(ended, reference)
@@ -127,12 +136,20 @@ def test_a_full_memory_file_system_stops_no_restart_and_is_empty_afterwards(tmp_
 
 
 @pytest.mark.slow
+def test_a_full_disk_under_the_records_is_got_over(tmp_path: Path, reference: Run) -> None:
+    with tmpfs("16M") as root:
+        ended = run(root, *SHORT, *faults("records-full@iteration=6,seconds=0.3"))
+        assert ended.num_triggered == 1
+        assert_as_before(ended, reference)
+
+
+@pytest.mark.slow
 def test_a_full_disk_stops_no_training(tmp_path: Path, reference: Run) -> None:
     with tmpfs("64M") as root:
         where = ("--set", f"store.root={root}", "--set", "storage.medium=tmpfs")
         ended = run(tmp_path, *SHORT, *FILES, *where, *faults("disk-full@iteration=6"))
         assert not any(root.iterdir())
-    assert ended.num_struck == 1
+    assert ended.num_triggered == 1
     assert 0 < ended.summary["effective"] < ended.summary["requested"]
     assert_as_before(ended, reference)
 
@@ -166,7 +183,7 @@ def test_nodes_of_different_groups_may_be_lost_at_once(tmp_path: Path) -> None:
         *faults("node-loss@node=1,iteration=6", "node-loss@node=2,iteration=6"),
     )
     assert_ok(ended)
-    assert ended.num_struck == 2
+    assert ended.num_triggered == 2
     assert ended.sources[-1] == ["local", "peer", "peer", "local"]
     assert_as_before(ended, undisturbed)
 

@@ -149,7 +149,7 @@ def test_a_job_file_hands_a_kind_of_ones_own_on_to_the_ranks(tmp_path: Path) -> 
 def test_the_example_freezes_a_node_which_goes_on_without_a_restart(way: tuple[str, ...], tmp_path: Path) -> None:
     ended = run(tmp_path, "--iterations", "8", *way, *faults(f"{FREEZE}@node=1,iteration=4,seconds=0.3"))
     assert_ok(ended)
-    assert ended.num_struck == 1
+    assert ended.num_triggered == 1
     assert not ended.resumed
 
 

@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from capricorn.config.fault_kinds import DISK_FRAC
@@ -24,7 +25,7 @@ from capricorn.errors import ConfigError
 from capricorn.faults import filler_file
 from capricorn.faults import memory_cgroup as cgroup
 from capricorn.faults.context import FaultContext, cgroup_name
-from capricorn.faults.inject import inject
+from capricorn.faults.inject import inject, prepare
 from capricorn.faults.process_registry import register_worker, registered
 from capricorn.faults.revert import Reverter
 from capricorn.records.job_file import Job
@@ -60,6 +61,49 @@ def test_a_stopped_worker_goes_on_after_its_time_and_not_before(tmp_path: Path) 
     assert os.waitstatus_to_exitcode(ended[1]) == 7
 
 
+def test_a_paused_run_goes_on_together_and_the_launcher_has_stood_still_as_long(tmp_path: Path) -> None:
+    job = make_job(tmp_path).model_copy(update={"launcher": os.getpid()})
+    pause = "pause@iteration=3,seconds=0.2"
+    with subprocess.Popen(["sleep", "60"]) as other:
+        pid = os.fork()
+        if pid == 0:
+            inject(fault(pause), FaultContext(job, 0))
+            os._exit(7)
+        for stopped in (pid, other.pid):
+            assert os.WIFSTOPPED(os.waitpid(stopped, os.WUNTRACED)[1])
+        began_s = time.monotonic()
+        Reverter(job, Loopback()).on_event(event_of(pause))
+        assert time.monotonic() - began_s >= 0.2
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+        assert psutil.Process(other.pid).status() != psutil.STATUS_STOPPED
+        other.kill()
+
+
+@pytest.mark.parametrize(("where", "is_there"), [("killed", False), ("stopped", True)])
+def test_a_fork_server_is_taken_away_with_a_node_and_a_stopped_one_goes_on_at_the_end(
+    where: str, is_there: bool, tmp_path: Path
+) -> None:
+    job = make_job(tmp_path).model_copy(update={"launcher": os.getpid()})
+    text = f"fork-server@node=1,iteration=3,where={where}"
+    server = os.fork()
+    if server == 0:  # it forks the agent, which forks the rank
+        if os.fork() == 0 and os.fork() == 0:
+            register_worker(job.run_dir, 1)
+            inject(fault(text), FaultContext(job, 1))
+        while True:
+            signal.pause()
+    _, status = os.waitpid(server, os.WUNTRACED)
+    assert os.WIFSTOPPED(status) == is_there
+    assert any(not job.node_dir(1).exists() for _ in polls(DEADLINE_S))
+    if is_there:
+        reverter = Reverter(job, Loopback())
+        reverter.on_event(event_of(text))
+        reverter.close()
+        assert os.WIFCONTINUED(os.waitpid(server, os.WCONTINUED)[1])
+        os.kill(server, signal.SIGKILL)
+        os.waitpid(server, 0)
+
+
 def event_of(text: str) -> EventSample:
     return EventSample(event="fault", at_s=0.0, attempt=0, rank=0, iteration=3, detail=text)
 
@@ -77,8 +121,42 @@ def test_the_kernel_kills_who_runs_out_of_its_cgroup_and_nothing_is_left_of_it(t
     assert not groups(job)
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_who_is_to_be_killed_for_memory_may_not_swap_and_who_is_to_swap_may(
+    version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit, swap, usage = (
+        ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes", "memory.usage_in_bytes") if version == 1 else
+        ("memory.max", "memory.swap.max", "memory.current")
+    )  # fmt: skip
+    group = tmp_path / ("memory" if version == 1 else "") / "group"
+    monkeypatch.setattr(cgroup, "_ROOT", tmp_path)
+
+    def limits(swaps: bool) -> tuple[int, str]:
+        group.mkdir(parents=True, exist_ok=True)
+        for name, content in ((limit, "max"), (swap, "max"), (usage, "1000"), ("cgroup.procs", "")):
+            (group / name).write_text(content)
+        if swaps:
+            cgroup.swap_out(group)
+        else:
+            with pytest.raises(ConfigError, match="nothing happened"):  # as there is no kernel behind it
+                cgroup.exhaust(group)
+        assert (group / "cgroup.procs").read_text() == str(os.getpid())
+        return int((group / limit).read_text()), (group / swap).read_text()
+
+    most, both = limits(swaps=False)
+    assert both == (str(most) if version == 1 else "0")
+    assert limits(swaps=True) == (most, "max")
+
+
 def groups(job: Job) -> list[Path]:
     return list(Path("/sys/fs/cgroup").rglob(cgroup_name(job, 1)))
+
+
+def beside(job: Job, text: str) -> None:
+    """Injects a fault of rank 1 beside which something goes on."""
+    prepare(fault(text), FaultContext(job, 1))
+    inject(fault(text), FaultContext(job, 1))
 
 
 def test_a_port_squatter_takes_the_ports_of_a_dead_worker_and_goes_with_the_run(tmp_path: Path) -> None:
@@ -88,7 +166,7 @@ def test_a_port_squatter_takes_the_ports_of_a_dead_worker_and_goes_with_the_run(
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     taken = "port-taken@rank=1,iteration=3"
-    assert in_child(lambda: inject(fault(taken), FaultContext(job, 1))) == -signal.SIGKILL
+    assert in_child(lambda: beside(job, taken)) == -signal.SIGKILL
     listener.close()
     assert any(answers(port) for _ in polls(DEADLINE_S))
     reverter = Reverter(job, Loopback())
@@ -111,6 +189,25 @@ def test_a_port_squatter_goes_also_when_the_launcher_just_dies(tmp_path: Path) -
     assert squatter.poll() is None
     lock.close()
     assert squatter.wait(DEADLINE_S) == 0
+
+
+def test_a_neighbours_stores_come_and_go_until_the_end_of_the_run_and_none_is_left(tmp_path: Path) -> None:
+    job = make_job(tmp_path)
+    lock = (job.store_dir / "lock").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    text = "neighbour@rank=1,iteration=3,where=stores"
+    assert in_child(lambda: beside(job, text)) == -signal.SIGKILL
+    seen: set[str] = set()
+    for _ in polls(DEADLINE_S, every_s=0.0):
+        seen |= {path.name for path in tmp_path.glob("capricorn-neighbour-*")}
+        if len(seen) > 1:
+            break
+    assert len(seen) > 1
+    reverter = Reverter(job, Loopback())
+    reverter.on_event(event_of(text))
+    reverter.close()
+    assert not [path for path in tmp_path.iterdir() if "neighbour" in path.name]
+    lock.close()
 
 
 def answers(port: int) -> bool:
@@ -203,6 +300,17 @@ def test_a_full_disk_has_room_again_after_its_time(tmp_path: Path) -> None:
         assert not os.statvfs(root).f_bavail
         reverter = Reverter(job, Loopback())
         reverter.on_event(event_of("disk-full@iteration=3,seconds=0.01"))
+        assert any(reverter.tick() or os.statvfs(root).f_bavail for _ in polls(DEADLINE_S))
+
+
+def test_full_records_have_room_again_after_their_time(tmp_path: Path) -> None:
+    job = make_job(tmp_path)
+    with tmpfs("1M") as root:
+        job = job.model_copy(update={"run_dir": root})
+        inject(fault("records-full@iteration=3"), FaultContext(job, 0))
+        assert not os.statvfs(root).f_bavail
+        reverter = Reverter(job, Loopback())
+        reverter.on_event(event_of("records-full@iteration=3,seconds=0.01"))
         assert any(reverter.tick() or os.statvfs(root).f_bavail for _ in polls(DEADLINE_S))
 
 

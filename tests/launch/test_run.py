@@ -99,7 +99,7 @@ def test_it_resumes_wherever_in_an_iteration_ranks_die_also_before_the_first_che
     )
     ended = run(tmp_path, *faults(*kills))
     assert_ok(ended)
-    assert ended.num_struck == len(kills)
+    assert ended.num_triggered == len(kills)
     assert ended.resumed[0] == 0, "the initial state"
     assert ended.sources[1:] == [["local", "local"]] * 3
     assert max(ended.lost) <= 1

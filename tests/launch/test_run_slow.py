@@ -57,7 +57,7 @@ def test_a_rank_may_die_at_every_moment_of_an_iteration(rank: int, tmp_path: Pat
     kills = [f"kill@rank={rank},iteration={i},op={moment}" for i, moment in enumerate(moments, 2)]
     ended = run(tmp_path, "--iterations", "40", *faults(*kills), deadline_s=MANY_S)
     assert_ok(ended)
-    assert ended.num_struck == len(kills)
+    assert ended.num_triggered == len(kills)
     assert len(ended.lost) == len(kills)
     lost = dict(zip(moments, ended.lost, strict=True))
     print(f"rank {rank}: {len(kills)} kills, lost {lost}, recovery {ended.summary['recovery_s']:.1f} s")
@@ -70,7 +70,7 @@ def test_twenty_kills_in_a_row_lose_at_most_one_iteration_each(tmp_path: Path, r
              for i in range(10, 30)]  # fmt: skip
     ended = run(tmp_path, "--iterations", "40", *faults(*kills), deadline_s=MANY_S)
     assert_ok(ended)
-    assert ended.num_struck == len(ended.lost) == 20
+    assert ended.num_triggered == len(ended.lost) == 20
     print(f"lost {ended.lost}, recovery {ended.summary['recovery_s']:.1f} s")
     assert max(ended.lost) <= 1
     assert_same_losses(ended, reference)
@@ -90,7 +90,7 @@ def test_restarts_never_hang(nodes: int, ranks_per_node: int, tmp_path: Path, re
     replicas = ("--replicas", str(min(2, nodes)))
     ended = run(tmp_path, *shape(nodes, ranks_per_node), *replicas, *faults(*kills), deadline_s=200)
     assert_ok(ended)
-    assert ended.num_struck == len(ended.lost) == 5
+    assert ended.num_triggered == len(ended.lost) == 5
     assert max(ended.lost) <= 1
     print(f"{nodes} x {ranks_per_node}: lost {ended.lost}, recovery {ended.summary['recovery_s']:.1f} s")
     assert_same_losses(ended, reference_of(nodes, ranks_per_node))
@@ -181,7 +181,7 @@ def test_hammering_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     assert not any(stores.iterdir())
 
 
-def test_a_fault_that_can_never_strike_is_not_passed_over_in_silence(tmp_path: Path) -> None:
+def test_a_fault_that_can_never_come_is_not_passed_over_in_silence(tmp_path: Path) -> None:
     ended = run(tmp_path, "--iterations", "5", *faults("kill@rank=0,iteration=3,op=dispatch.7.forward"))
     assert ended.exit_code != 0
 

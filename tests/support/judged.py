@@ -1,4 +1,4 @@
-"""What runs that were struck by a failure have left, made by hand, with losses and digests of which all is known."""
+"""What runs into which a fault was injected have left, made by hand, with losses and digests of which all is known."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ def undisturbed(config: Scenario | None = None) -> Reference:
     return reference_of(RunOutcome("reference", samples, digests(), (), 3.0), config or scenario())
 
 
-def outcome(resumed: int = 6, reached: int = 7, **fields: Any) -> RunOutcome:
+def outcome(resumed: int = 6, reached: int = 7, persisted: tuple[int, ...] | None = None, **fields: Any) -> RunOutcome:
     """A run that had reached one iteration, went back to another and then on to the end."""
     spans = {0: range(1, reached + 1), 1: range(resumed + 1, NUM_ITERATIONS + 1)}
     samples = [sample(i, rank, attempt) for attempt, span in spans.items() for i in span for rank in range(NUM_RANKS)]
     usual: dict[str, Any] = {
-        "run_id": "struck", "samples": samples, "events": [event("fault", 1), *digests()],
+        "run_id": "disturbed", "samples": samples, "events": [event("fault", 1, on_disk=persisted), *digests()],
         "recoveries": [recovery(resumed, reached - resumed)], "wall_s": 4.0,
     }  # fmt: skip
     return RunOutcome(**usual | fields)
 
 
-def judged(struck: RunOutcome, fault: FaultSpec = KILL, config: Scenario | None = None) -> Judgement:
-    return judge(fault, config or scenario(), struck, undisturbed())
+def judged(disturbed: RunOutcome, fault: FaultSpec = KILL, config: Scenario | None = None) -> Judgement:
+    return judge(fault, config or scenario(), disturbed, undisturbed())

@@ -91,7 +91,7 @@ class Run(Done):
         return list(read_samples(self._folder() / OPS, OpSample))
 
     @property
-    def num_struck(self) -> int:
+    def num_triggered(self) -> int:
         """Injected failures that happened."""
         return sum(event.event == "fault" for event in self.events)
 

@@ -14,22 +14,23 @@ from rich.table import Table
 from rich.text import Text
 
 from capricorn.campaign.campaign_record import CampaignRecord, Case, must_pass, remark_of, verdict_words
-from capricorn.campaign.outcomes import PHASES
 from capricorn.campaign.verdict import VERDICTS, Judgement
+from capricorn.records.samples import RECOVERY_PHASES
 from capricorn.report.export.markdown import escaped
 from capricorn.units import Seconds
 
 NONE = "-"
 STYLES = {
     "PASS": "green", "LOST_WORK": "yellow", "SILENT_DIVERGENCE": "bold red", "HARD_FAIL": "red",
-    "NOT_TRIGGERED": "magenta",
+    "NOTHING_LEFT": "cyan", "NOT_TRIGGERED": "magenta",
 }  # fmt: skip
-TIMES_HEAD = ("fault", "system", "n", "median", "worst", *(phase.split("_")[0] for phase in PHASES))
+TIMES_HEAD = ("fault", "system", "n", "median", "worst", *(phase.split("_")[0] for phase in RECOVERY_PHASES))
 """The last phase is the first iteration after the restore; phases are medians."""
 LEGEND = (
     "PASS: it went on, every loss and the last state are those of the undisturbed run bit for bit, and no more was "
     "done again than the tier explains. LOST_WORK(n): equal, but in a case up to n finished iterations were done "
     "again. SILENT_DIVERGENCE: it ended well with other losses or another state. HARD_FAIL: it did not end well. "
+    "NOTHING_LEFT: it ended early, as it must, since no copy outlived the fault. "
     "NOT_TRIGGERED: the moment of the fault did not come."
 )
 
@@ -63,7 +64,7 @@ class RecoveryTimes:
     median_s: Seconds
     worst_s: Seconds
     phases_s: tuple[Seconds, ...]
-    """Medians, in the order of PHASES."""
+    """Medians, in the order of RECOVERY_PHASES."""
 
 
 # --- figures -----------------------------------------------------------------------------------------------------
@@ -90,17 +91,10 @@ def _cell(cases: Sequence[Case]) -> tuple[CellPart, ...]:
     parts = [
         CellPart(verdict_words(verdict, each), STYLES[verdict])
         for verdict in VERDICTS
-        for each in _split([judgement for judgement in judged if judgement.verdict == verdict])
+        if (each := [judgement for judgement in judged if judgement.verdict == verdict])
     ]
     left = len(cases) - len(judged)
     return (*parts, CellPart(f"{left} left", "dim")) if left else tuple(parts)
-
-
-def _split(judgements: Sequence[Judgement]) -> Iterable[Sequence[Judgement]]:
-    """Those of which a copy survived apart from the others, where that is the difference between wrong and right."""
-    survivors = [each for each in judgements if each.survives or each.verdict != "HARD_FAIL"]
-    others = [each for each in judgements if each not in survivors]
-    return [part for part in (survivors, others) if part]
 
 
 def times_of(record: CampaignRecord) -> dict[str, list[RecoveryTimes]]:
@@ -113,7 +107,7 @@ def times_of(record: CampaignRecord) -> dict[str, list[RecoveryTimes]]:
     times: dict[str, list[RecoveryTimes]] = {}
     for (mode, kind, system), judgements in sorted(groups.items()):
         totals = [each.recovery_s or 0.0 for each in judgements]
-        phases = tuple(median(each.phases_s[phase] for each in judgements) for phase in PHASES)
+        phases = tuple(median(each.phases_s[phase] for each in judgements) for phase in RECOVERY_PHASES)
         times.setdefault(mode, []).append(RecoveryTimes(kind, system, len(totals), median(totals), max(totals), phases))
     return times
 

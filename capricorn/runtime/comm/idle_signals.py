@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 
+from capricorn.runtime.comm.addresses import family_of
 from capricorn.runtime.watched_thread import WatchedThread
 from capricorn.units import Seconds
 
@@ -48,7 +49,7 @@ class IdleSignals:
             world_size: number of ranks.
         """
         self._rank, self._secret, self._world_size = rank, secret, world_size
-        self._sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._sock = socket.socket(family_of(address), socket.SOCK_DGRAM)
         self._sock.bind((address, 0))
         self._owners: Mapping[int, tuple[str, int]] = {}
         self._first: tuple[str, int] | None = None

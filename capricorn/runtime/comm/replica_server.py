@@ -15,6 +15,7 @@ from itertools import count
 from typing import Final, NamedTuple
 
 from capricorn.errors import TransportError, in_words
+from capricorn.runtime.comm.addresses import family_of
 from capricorn.runtime.comm.handshake import HANDSHAKE_TIMEOUT_S, Identity, welcome
 from capricorn.runtime.comm.idle_priority import use_idle_priority
 from capricorn.runtime.comm.replica_link import receive_copy, send_block
@@ -89,7 +90,7 @@ class ReplicaServer:
         self._failures: deque[str] = deque(maxlen=MAX_FAILURES)
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._listener = socket.create_server((address, 0), backlog=256)
+        self._listener = socket.create_server((address, 0), family=family_of(address), backlog=256)
         self._acceptor = WatchedThread(target=self._accept, name="capricorn-accept", daemon=True)
 
     @property

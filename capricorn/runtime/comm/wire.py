@@ -22,6 +22,10 @@ from capricorn.units import Bytes, Seconds
 
 LOW_CLASS_TOS: Final = 0x20
 """DSCP CS1, the scavenger class. Source: RFC 3662, RFC 8622."""
+TRAFFIC_CLASS: Final = {
+    socket.AF_INET: (socket.IPPROTO_IP, socket.IP_TOS), socket.AF_INET6: (socket.IPPROTO_IPV6, socket.IPV6_TCLASS),
+}  # fmt: skip
+"""By family of the address: the socket option that marks packets with a traffic class."""
 MANIFEST_LIMIT: Final = 64 << 20
 PIECE_BYTES: Final = 256 << 10
 """Bytes received and hashed at a time; they fit the second-level cache of a core."""

@@ -78,7 +78,7 @@ class Manifest(FrozenModel):
     """Size of each file but this one."""
     metadata_xxh3: str
     seal: str = ""
-    """Checksum of the file as it is written, with nothing in this place; so it does not depend on what a version knows."""
+    """Checksum of the file as it is written, with nothing in this place; so it depends on no version's fields."""
 
     def write(self, folder: Path) -> None:
         """Puts the manifest into the folder, and returns when it is on the medium."""

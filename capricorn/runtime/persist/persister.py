@@ -28,7 +28,6 @@ import contextlib
 import os
 import select
 import subprocess
-import sys
 import time
 
 import torch
@@ -36,6 +35,7 @@ import torch.distributed as dist
 from pydantic import ValidationError
 
 from capricorn.errors import StoreError
+from capricorn.process import PYTHON
 from capricorn.runtime.comm.collectives import finish, waiting_for
 from capricorn.runtime.persist.layout import remove, sweep, temporary_of
 from capricorn.runtime.persist.messages import Answer, Order, WriterTask
@@ -218,7 +218,7 @@ class _Writer:
         module, ends = "capricorn.runtime.persist.writer_process", (orders, answers)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, task.model_dump_json(), *map(str, ends), str(os.getpid())],
+                [*PYTHON, module, task.model_dump_json(), *map(str, ends), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=ends,
