@@ -109,8 +109,8 @@ def small_values_of(state: FlatState, folder: Path, manifest: Manifest, rank: in
         return state.reshard(SavedValues(manifest.iteration, manifest.world_size, of_rank))
     if world_size != manifest.world_size:
         raise ConfigError(
-            f"it is of {manifest.world_size} ranks, and its small values have no meaning on {world_size}; say what they "
-            "become there, with FlatState(reshard=...)"
+            f"it is of {manifest.world_size} ranks, and its small values have no meaning on {world_size}; say what "
+            "they become there, with FlatState(reshard=...)"
         )
     return of_rank(rank)
 
