@@ -68,9 +68,9 @@ class CheckpointFolders:
         kept = [iteration for iteration in self.complete() if iteration <= newest][-keep:]
         self._remove(iteration for iteration in self._known() if iteration <= newest and iteration not in kept)
 
-    def forget_after(self, iteration: int) -> None:
-        """Removes later ones, and what an abandoned attempt has left half written."""
-        kept = [known for known in self.complete() if known <= iteration]
+    def forget_after(self, iteration: int | None) -> None:
+        """Removes later ones, None for all, and what an abandoned attempt has left half written."""
+        kept = [known for known in self.complete() if iteration is not None and known <= iteration]
         self._remove(known for known in self._known() if known not in kept)
 
     def _known(self) -> dict[int, Path]:

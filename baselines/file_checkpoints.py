@@ -51,8 +51,9 @@ from pydantic import BaseModel
 from capricorn.emulation.storage import Storage
 from capricorn.errors import CapricornError, ConfigError, NoCompleteCheckpointError, StoreError
 from capricorn.hooks import OpKey
-from capricorn.runtime.comm.collectives import barrier, gather_layouts, maximum
+from capricorn.runtime.comm.collectives import barrier, gather_layouts, maximum, newest
 from capricorn.runtime.commit_tracker import CommitTracker
+from capricorn.runtime.deadline import OWN_FRAC, Deadline, check_timeout
 from capricorn.runtime.store.slot import Layout
 from capricorn.systems.flat_state import FlatState
 from capricorn.systems.interface import CheckpointSystem, ChunkEvent, Counters, JobContext, RestoreReport
@@ -259,7 +260,8 @@ class FileCheckpoints(CheckpointSystem):
             what = f"{type(self).__name__} writes files"
             raise ConfigError(f"{what}: JobContext.files_dir must name a folder that all ranks reach")
         files_dir, job = job.files_dir, replace(job, settings=self.settings_in(job))
-        self._job, self._state, self._timeout_s, self._keep = job, state, job.config.timeout_s, job.settings.keep
+        self._job, self._state, self._keep = job, state, job.settings.keep
+        self._timeout_s = check_timeout("system.timeout_s", job.config.timeout_s)
         self._library = self.make_library(job, state)
         self._folders = CheckpointFolders(files_dir, self._library.is_whole)
         self._tracker = CommitTracker[FileSave](job.control_group)
@@ -275,6 +277,7 @@ class FileCheckpoints(CheckpointSystem):
             self._tracker.start_vote()
 
     def before_update(self, iteration: int) -> None:
+        self.iteration_order.check(iteration)
         if not self._library.isolate(self._timeout_s):
             waited = format_seconds(self._timeout_s)
             raise StoreError(f"rank {self._job.rank}: update {iteration} still waits for staging after {waited}")
@@ -282,33 +285,36 @@ class FileCheckpoints(CheckpointSystem):
             self._tracker.start_vote()
 
     def after_update(self, iteration: int) -> None:
+        iteration = self.iteration_order.advance(iteration)
         self._learn()
         if self._job.config.every == 0 or iteration % self._job.config.every:
             return
         self._settle(self._timeout_s)
-        self._forget_after(0)
+        self._forget_after(None)
         self._state.capture()
         self._start(iteration)
         if not self._library.is_async:
             self._settle(self._timeout_s)
 
     def latest_complete(self) -> int | None:
-        return self._tracker.latest or None if self._is_open else None
+        return self._tracker.latest if self._is_open else None
 
     def drain(self, timeout_s: Seconds) -> None:
-        self._settle(timeout_s)
+        self._settle(timeout_s, Deadline(timeout_s))
         if complaint := self._counters.complaint(self._job.rank):
             raise CapricornError(complaint)
 
     def restore(self) -> RestoreReport:
+        self.iteration_order.check_restore()
         begin_s = time.perf_counter()
+        self._state.follow()
         iteration = self._agree()
         self._forget_after(iteration)
         agreed_s = time.perf_counter()
         self._load(self._folders.of(iteration))
         loaded_s = time.perf_counter()
         self._state.publish()
-        self._tracker.latest = iteration
+        self._tracker.latest = self.iteration_order.advance(iteration)
         sources = ("persistent",) * self._job.topology.world_size
         load_s = time.perf_counter() - loaded_s
         return RestoreReport(iteration, sources, agreed_s - begin_s, loaded_s - agreed_s, load_s)
@@ -362,23 +368,27 @@ class FileCheckpoints(CheckpointSystem):
         else:
             self._finish(save, write, begin_s)
 
-    def _settle(self, timeout_s: Seconds) -> None:
+    def _settle(self, timeout_s: Seconds, deadline: Deadline | None = None) -> None:
         """Blocks until no save is on its way on any rank; each waits for its own, so one reduction is enough.
+
+        The rank's own save has `timeout_s`; with a deadline the reductions must be over by then, too.
 
         Raises:
             StoreError: this rank's part is still not written.
+            PeerLostError: another rank's part is not, or the rank is gone.
         """
-        if self._learn():
+        if self._learn(deadline):
             return
-        if self._save is not None and not self._save.wait(timeout_s):
+        own_s = timeout_s if deadline is None else OWN_FRAC * deadline.left_s
+        if self._save is not None and not self._save.wait(own_s):
             late = f"iteration {self._save.iteration} is not written after {format_seconds(timeout_s)}"
             raise StoreError(f"rank {self._job.rank}: {late}; if the storage is that slow, raise system.timeout_s")
         self._tracker.start_vote()
-        self._learn()
+        self._learn(deadline)
 
-    def _learn(self) -> bool:
+    def _learn(self, deadline: Deadline | None = None) -> bool:
         """Takes the answer of the last reduction; returns whether no save is on its way any more."""
-        if not self._tracker.poll_vote():
+        if not self._tracker.poll_vote(None if deadline is None else deadline.left_s):
             return False
         save, self._save = self._save, None
         if save is not None:
@@ -398,13 +408,14 @@ class FileCheckpoints(CheckpointSystem):
         if self._job.rank == 0:
             self._pruning = self._writer.submit(self._prune, save.iteration)
 
-    def _forget_after(self, iteration: int) -> None:
+    def _forget_after(self, iteration: int | None) -> None:
         """Removes, once and before the first save, what an abandoned attempt has left of later iterations."""
         if self._is_clean:
             return
         if self._job.rank == 0:
             self._folders.forget_after(iteration)
-        barrier(self._job.control_group)  # or a faster rank's new files could be taken for old ones
+        # Or a faster rank's new files could be taken for old ones.
+        barrier(self._job.control_group, "rank 0 to remove the files of an abandoned future")
         self._is_clean = True
 
     def _agree(self) -> int:
@@ -415,8 +426,8 @@ class FileCheckpoints(CheckpointSystem):
             ConfigError: it is of other ranks or another layout than this job has.
         """
         complete = self._folders.complete() if self._job.rank == 0 else []
-        iteration = maximum(self._job.control_group, max(complete, default=0))
-        if iteration == 0:
+        iteration = newest(self._job.control_group, max(complete, default=None))
+        if iteration is None:
             raise NoCompleteCheckpointError(f"{self._folders.root} holds no complete checkpoint")
         folder = self._folders.of(iteration)
         written = Commit.read(folder)
@@ -448,7 +459,7 @@ class FileCheckpoints(CheckpointSystem):
             files = write()
             self._seal(self._folders.of(save.iteration), files)
             num_bytes = sum(file.stat().st_size for file in files)
-        except Exception as error:  # noqa: BLE001 - a library raises what it likes, and training goes on
+        except BaseException as error:  # noqa: BLE001 - a library raises what it likes, and training goes on
             save.settle(in_words(error))
         else:
             end_s = time.perf_counter()

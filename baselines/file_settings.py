@@ -21,5 +21,10 @@ class TorchSnapshotSettings(FileSettings):
 class DcpSettings(FileSettings):
     """Settings of torch.distributed.checkpoint."""
 
-    mode: Literal["thread", "process"] = Field(default="thread", description="Who writes in dcp-async")
     threads: int = Field(default=1, ge=1, description="Threads of a rank that write, each into a file of its own")
+
+
+class DcpAsyncSettings(DcpSettings):
+    """The same where it is written beside training."""
+
+    mode: Literal["thread", "process"] = Field(default="thread", description="Who writes in dcp-async")

@@ -36,7 +36,7 @@ class GeminiStaged(ReplicatingSystem):
         if self._settings.mu == AUTO:
             raise ConfigError("system.options.mu=auto is settled before a job starts: give a number in (0, 1]")
         # Once there has been a checkpoint there is something to lose while the training is profiled again.
-        self.first_iteration = 1 if job.attempt else self._settings.profile_iterations + 1
+        self.first_iteration = 0 if job.attempt else self._settings.profile_iterations + 1
         super().attach(job, state)
 
     def make_planner(self, holders: Sequence[int], shard_bytes: Bytes) -> Planner:

@@ -35,6 +35,7 @@ from capricorn.errors import CapricornError, ConfigError, NoCompleteCheckpointEr
 from capricorn.hooks import OpKey
 from capricorn.runtime.comm.collectives import gather, gather_texts, maximum
 from capricorn.runtime.commit_tracker import CommitTracker
+from capricorn.runtime.deadline import OWN_FRAC, Deadline, check_timeout
 from capricorn.runtime.recovery import Survivors, newest_common
 from capricorn.systems.flat_state import FlatState
 from capricorn.systems.interface import CheckpointSystem, ChunkEvent, Counters, JobContext, RestoreReport
@@ -68,14 +69,15 @@ class LmResiliency(CheckpointSystem):
         self._completed: list[int] = []
         self._save: PeerSave | None = None
         self._events: list[ChunkEvent] = []
-        self._latest_local = self._restored = 0
+        self._latest_local: int | None = None
+        self._restored: int | None = None
         self._is_broken = False
         """Whether a save has failed on some rank: sockets that lost a message or the peer stay out of step."""
 
     def attach(self, job: JobContext, state: FlatState) -> None:
         check(job)
-        self._job, self._state, self._timeout_s = job, state, job.config.timeout_s
-        self._live = [run.source for run in state.runs]  # neighbours as one: the library moves tensor by tensor
+        self._job, self._state = job, state
+        self._timeout_s = check_timeout("system.timeout_s", job.config.timeout_s)
         self._tracker = CommitTracker[PeerSave](job.control_group)
         self._manager = CorrectedManager(job)
         self._meter, self._is_open = self._manager.meter, True
@@ -86,6 +88,7 @@ class LmResiliency(CheckpointSystem):
             self._ask()
 
     def before_update(self, iteration: int) -> None:
+        self.iteration_order.check(iteration)
         if self._save is not None:
             if not self._manager.wait_copied(self._timeout_s):
                 raise StoreError(f"rank {self._job.rank}: iteration {self._save.iteration} is still not copied")
@@ -94,6 +97,7 @@ class LmResiliency(CheckpointSystem):
                 self._ask()
 
     def after_update(self, iteration: int) -> None:
+        iteration = self.iteration_order.advance(iteration)
         self._learn()
         if self._job.config.every and iteration % self._job.config.every == 0:
             self._settle(self._timeout_s)
@@ -101,19 +105,20 @@ class LmResiliency(CheckpointSystem):
             self._start(iteration)
 
     def latest_complete(self) -> int | None:
-        return max(self._tracker.latest, self._restored) or None
+        return self._restored if self._tracker.latest is None else self._tracker.latest
 
     def latest_local(self) -> int | None:
-        return self._latest_local or None
+        return self._latest_local
 
     def drain(self, timeout_s: Seconds) -> None:
-        self._settle(timeout_s)
+        self._settle(timeout_s, Deadline(timeout_s))
         if complaint := self._counters.complaint(self._job.rank):
             raise CapricornError(complaint)
 
     def restore(self) -> RestoreReport:
+        self.iteration_order.check_restore()
         report = Restart(self._job, self._manager).run(self._state)
-        self._restored = report.iteration
+        self._restored = self.iteration_order.advance(report.iteration)
         self._start(report.iteration)  # so that the next failure finds all copies again
         return report
 
@@ -144,7 +149,7 @@ class LmResiliency(CheckpointSystem):
             self._fail(f"iteration {iteration}: not tried, since one before it has failed")
             return
         begin_s = time.perf_counter()
-        self._save = self._manager.start(iteration, self._live)
+        self._save = self._manager.start(iteration, _live_of(self._state))
         self._tracker.track(self._save)
         self._counters.staged_bytes += self._state.num_bytes
         if self._job.device.type == "cpu":  # elsewhere nobody is told when the copy ends
@@ -157,16 +162,19 @@ class LmResiliency(CheckpointSystem):
                 self._manager.end(self._save, self._timeout_s)
             self._tracker.start_vote()
 
-    def _settle(self, timeout_s: Seconds) -> None:
-        """Blocks until no save is on its way on any rank; each waits for its own, so one reduction is enough."""
-        if not self._learn() and self._save is not None:
-            self._manager.end(self._save, timeout_s)
-            self._ask()
-            self._learn()
+    def _settle(self, timeout_s: Seconds, deadline: Deadline | None = None) -> None:
+        """Blocks until no save is on its way on any rank; each waits for its own, so one reduction is enough.
 
-    def _learn(self) -> bool:
+        The rank's own save has `timeout_s`; with a deadline the reductions must be over by then, too.
+        """
+        if not self._learn(deadline) and self._save is not None:
+            self._manager.end(self._save, timeout_s if deadline is None else OWN_FRAC * deadline.left_s)
+            self._ask()
+            self._learn(deadline)
+
+    def _learn(self, deadline: Deadline | None = None) -> bool:
         """Takes what the last reduction said; returns whether no save is on its way any more."""
-        if not self._tracker.poll_vote():
+        if not self._tracker.poll_vote(None if deadline is None else deadline.left_s):
             return False
         if (save := self._save) is not None:
             self._save, self._is_broken = None, self._tracker.latest != save.iteration
@@ -398,6 +406,11 @@ class MeteredBackend(ReplicationBackend):
 # --- restart
 
 
+def _live_of(state: FlatState) -> list[torch.Tensor]:
+    """Returns the live memory, neighbours as one: the library moves tensor by tensor."""
+    return [run.source for run in state.runs]
+
+
 class Restart:
     """Finds and loads the newest iteration that all owners have somewhere; collective."""
 
@@ -412,7 +425,8 @@ class Restart:
         Raises:
             NoCompleteCheckpointError: no iteration survives on every owner.
         """
-        begin_s, live = time.perf_counter(), [run.source for run in state.runs]
+        state.follow()
+        begin_s, live = time.perf_counter(), _live_of(state)
         iteration, sources, shards = self._agree()
         agreed_s = time.perf_counter()
         self._fetch(iteration, sources, shards, live)
@@ -433,7 +447,7 @@ class Restart:
             survivors = self._survey()
             iteration = newest_common(survivors, len(ranks))
             if iteration is None:
-                self._forget_all_but(0)
+                self._forget_all_but(None)
                 raise NoCompleteCheckpointError(_describe(survivors, len(ranks)))
             sources = [survivors[iteration][owner][0] for owner in ranks]
             given = [owner for owner in self._owners if sources[owner] == self._job.rank]
@@ -484,7 +498,7 @@ class Restart:
                 elif source != owner and rank == owner:
                     transfer.fetch(list(live), key, source, hostnames[source])
 
-    def _forget_all_but(self, iteration: int) -> None:
+    def _forget_all_but(self, iteration: int | None) -> None:
         """Removes the files of older iterations, and of later ones, which belong to an abandoned future."""
         for owner in self._owners:
             for other in self._manager.shards(owner):

@@ -6,6 +6,7 @@ bytes go to a real folder after (when written) or before (when read) the time th
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from concurrent.futures import Future
@@ -164,7 +165,7 @@ def settings(job: JobContext, num_opened: int, clocks: tuple[Path, int] | None) 
     return CheckpointManager.Config(
         save=saver,
         storage_config=FilesConfig(use_direct_io=False, clocks=clocks),
-        subprocess_init_fn=die_with_parent,
+        subprocess_init_fn=partial(die_with_parent, os.getpid()),
     )
 
 

@@ -37,7 +37,7 @@ from capricorn.units import Seconds
 
 from .checkpoint_folders import REMOVED
 from .file_checkpoints import FileCheckpoints, Library, Write, in_words
-from .file_settings import DcpSettings
+from .file_settings import DcpAsyncSettings, DcpSettings
 from .torch_save import without_crc32
 
 SIGN: Final = ".metadata"
@@ -58,10 +58,13 @@ class DcpLibrary(Library):
 
     def __init__(self, job: JobContext, state: FlatState) -> None:
         super().__init__(job, state)
-        prefix = f"rank{job.rank}/"
-        self.named = {f"{prefix}{k}" if k.startswith("value/") else k: tensor for k, tensor in self.tensors.items()}
         # Its own fsync leaves out the folder, and of .metadata what is still in Python's buffer; ours does not.
         self.options: dict[str, Any] = {"thread_count": job.settings.threads, "sync_files": False}
+
+    @property
+    def named(self) -> dict[str, Tensor]:
+        prefix = f"rank{self.job.rank}/"
+        return {f"{prefix}{k}" if k.startswith("value/") else k: tensor for k, tensor in self.tensors.items()}
 
     def begin(self, folder: Path) -> Write:
         return partial(self._save, folder)
@@ -219,7 +222,7 @@ class DcpAsync(FileCheckpoints):
     Source: torch.distributed.checkpoint of the torch that is installed.
     """
 
-    settings = DcpSettings
+    settings = DcpAsyncSettings
 
     def make_library(self, job: JobContext, state: FlatState) -> Library:
         return DcpProcess(job, state) if job.settings.mode == "process" else DcpThread(job, state)

@@ -1,6 +1,7 @@
 """One rank of the `links` benchmark: all-to-alls, beside a checkpoint stream to the next node if asked to.
 
-python -m benchmarks.all_to_all_rank RANK NUM_RANKS FOLDER ADDRESS,... STREAM [LINKS]; STREAM is none, fifo or low.
+python -m benchmarks.all_to_all_rank PARENT RANK NUM_RANKS FOLDER ADDRESS,... STREAM [LINKS]
+STREAM is none, fifo or low.
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ def _drain(listener: socket.socket) -> None:
 
 def main() -> None:
     """Prints the median duration of an all-to-all and the rate of the stream as JSON, on rank 0."""
-    die_with_parent()
-    rank, num_ranks, folder, addresses, stream = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6]
+    die_with_parent(int(sys.argv[1]))
+    rank, num_ranks, folder, addresses, stream = int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:7]
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60)
     )
-    links = Links(Path(sys.argv[6]), has_low_class=stream == "low") if len(sys.argv) > 6 else None
+    links = Links(Path(sys.argv[7]), has_low_class=stream == "low") if len(sys.argv) > 7 else None
     routes = links.routes(rank, range(num_ranks)) if links else {}
     network, hosts = Network(dist.group.WORLD, routes), addresses.split(",")
     listener, done, sent = socket.create_server((hosts[rank], PORT)), threading.Event(), [0]

@@ -1,6 +1,6 @@
 """One end of a flow for the `links` benchmark.
 
-python -m benchmarks.flow sink ADDRESS PORT | source ADDRESS PORT [LINKS SOURCE TARGET]
+python -m benchmarks.flow PARENT sink ADDRESS PORT | PARENT source ADDRESS PORT [LINKS SOURCE TARGET]
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def _source(address: str, port: int, links: list[str]) -> None:
 
 def main() -> None:
     """Does what the command line says."""
-    die_with_parent()
-    role, address, port = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    die_with_parent(int(sys.argv[1]))
+    role, address, port = sys.argv[2], sys.argv[3], int(sys.argv[4])
     if role == "sink":
         _sink(address, port)
     else:
-        _source(address, port, sys.argv[4:])
+        _source(address, port, sys.argv[5:])
 
 
 if __name__ == "__main__":

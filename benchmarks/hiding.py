@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.timing import ratio
+from capricorn.process import PYTHON
 from capricorn.units import format_seconds
 
 ROUNDS = 3
@@ -29,7 +29,7 @@ WAYS = {
 
 
 def _run(way: str, out: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "capricorn.cli", "run", *WAYS[way], *SETTINGS, "--out", out]
+    command = [*PYTHON, "capricorn.cli", "run", *WAYS[way], *SETTINGS, "--out", out]
     record: dict[str, Any] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
     return record
 

@@ -44,11 +44,20 @@ def _laid(way: str, *, qos: bool = False) -> Iterator[tuple[NetworkBackend, str,
             network.close()
 
 
-def _start(network: NetworkBackend, node: int, *module: str) -> subprocess.Popen[str]:
+def _start(network: NetworkBackend, node: int, module: str, *arguments: str) -> subprocess.Popen[str]:
     entry = network.enter_node(node)
-    env = {**os.environ, "GLOO_SOCKET_IFNAME": network.interface, "OMP_NUM_THREADS": "1"}
+    settings = {
+        "GLOO_SOCKET_IFNAME": network.interface,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+    }
+    env = {**os.environ, **settings}
     return subprocess.Popen(
-        [*entry.prefix, *module], pass_fds=entry.pass_fds, env=env, stdout=subprocess.PIPE, text=True
+        [*entry.prefix, module, str(os.getpid()), *arguments],
+        pass_fds=entry.pass_fds,
+        env=env,
+        stdout=subprocess.PIPE,
+        text=True,
     )
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
 from benchmarks.timing import ratio
+from capricorn.process import PYTHON
 from capricorn.records.samples import RECOVERIES, RECOVERY_PHASES, RecoverySample, read_samples
 from capricorn.units import Seconds
 
@@ -19,7 +19,7 @@ FAULTS = ("kill@rank=1,iteration=8", "kill-all@iteration=8", "node-loss@node=1,i
 
 
 def _phases(fault: str, way: str, out: str) -> list[Seconds]:
-    command = [sys.executable, "-m", "capricorn.cli", "run", "--model", "mixtral-tiny", "--iterations", "12"]
+    command = [*PYTHON, "capricorn.cli", "run", "--model", "mixtral-tiny", "--iterations", "12"]
     command += ["--fault", fault, "--set", f"launch.restart={way}", "--out", out, "--json"]
     run_id = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)["run_id"]
     (recovery,) = read_samples(Path(out) / run_id / RECOVERIES, RecoverySample)

@@ -6,7 +6,6 @@ import json
 import resource
 import socket
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from statistics import median
@@ -17,6 +16,7 @@ import psutil
 import torch
 
 from benchmarks.timing import ratio
+from capricorn.process import PYTHON
 from capricorn.runtime.store.slot import checksum
 from capricorn.units import MIB
 
@@ -26,7 +26,7 @@ SETTINGS = ("--model", "mixtral-small", "--iterations", str(ITERATIONS), "--warm
 
 
 def _run(system: str, out: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "capricorn.cli", "run", "--system", system, "--out", out, *SETTINGS]
+    command = [*PYTHON, "capricorn.cli", "run", "--system", system, "--out", out, *SETTINGS]
     record: dict[str, Any] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
     summary: dict[str, Any] = record["summary"]
     return summary

@@ -5,6 +5,13 @@ Public names are loaded on first use, so that `import capricorn` stays free of t
 
 from __future__ import annotations
 
+import sys
+
+# Python runs `-m capricorn...` and has put the working folder first, where a file of the user's may be named like a
+# module of Python's own. What a user names by MODULE:NAME is found there all the same, after all else.
+if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)].removeprefix("-m").partition(".")[0] == __name__:
+    del sys.path[: not sys.flags.safe_path]
+
 from importlib import import_module
 from typing import Any
 
@@ -14,6 +21,12 @@ _PUBLIC = {
     "CapricornError": "capricorn.errors",
     "ConfigError": "capricorn.errors",
     "NoCompleteCheckpointError": "capricorn.errors",
+    "LayoutMismatchError": "capricorn.errors",
+    "OrderError": "capricorn.errors",
+    "OutOfStepError": "capricorn.errors",
+    "PeerLostError": "capricorn.errors",
+    "StateChangedError": "capricorn.errors",
+    "StateError": "capricorn.errors",
     "StoreError": "capricorn.errors",
     "TransportError": "capricorn.errors",
     "OpKey": "capricorn.hooks",

@@ -35,7 +35,7 @@ class TrainerHook:
     """
 
     def on_iteration_begin(self, iteration: int) -> None:
-        """Iteration `iteration` (from 1) starts; its batch is not read yet."""
+        """Iteration `iteration` starts; its batch is not read yet. Numbers rise, from 0 or 1 or what was restored."""
 
     def on_op_begin(self, op: OpKey) -> None:
         """The op is about to be launched."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from fractions import Fraction
 from typing import TypeAlias
 
 Seconds: TypeAlias = float
@@ -17,6 +19,7 @@ _BYTE_UNITS = {
     "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1 << 40,
 }  # fmt: skip
 _BIT_UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
+_MAX_BYTES = 1 << 63
 _BYTES_PATTERN = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*$")
 
 
@@ -24,27 +27,29 @@ def parse_bytes(text: str) -> Bytes:
     """Returns bytes written as `4096`, `64KB`, `1.5 GiB`.
 
     Raises:
-        ValueError: the text is not a number followed by a known unit.
+        ValueError: the text is not a number followed by a known unit, or no file can be that large.
     """
     match = _BYTES_PATTERN.match(text)
     if match is None or match[2].lower() not in _BYTE_UNITS:
         raise ValueError(f"not a size: {text!r}; write a number and one of B, KB, MB, GB, KiB, MiB, GiB")
-    return int(float(match[1]) * _BYTE_UNITS[match[2].lower()])
+    num_bytes = int(Fraction(match[1]) * _BYTE_UNITS[match[2].lower()])
+    if num_bytes >= _MAX_BYTES:
+        raise ValueError(f"not a size: {text!r} is more than any memory holds")
+    return num_bytes
 
 
 def parse_rate(text: str) -> BytesPerSecond:
     """Returns bytes a second written as networks are (`200Mbit`, `400 Gbit/s`) or as disks are (`5GB/s`).
 
     Raises:
-        ValueError: the text is not a number followed by a known unit.
+        ValueError: the text is not a number followed by a known unit, or the number is infinite.
     """
     match = _BYTES_PATTERN.match(text.strip().removesuffix("/s"))
     unit = match[2].lower() if match else ""
-    if match is not None and unit in _BIT_UNITS:
-        return float(match[1]) * _BIT_UNITS[unit] / 8
-    if match is None or unit not in _BYTE_UNITS:
+    known = {name: size / 8 for name, size in _BIT_UNITS.items()} | _BYTE_UNITS
+    if match is None or unit not in known or math.isinf(float(match[1]) * known[unit]):
         raise ValueError(f"not a rate: {text!r}; write a number and a unit, as in 200Mbit, 400Gbit or 5GB/s")
-    return float(match[1]) * _BYTE_UNITS[unit]
+    return float(match[1]) * known[unit]
 
 
 def format_bytes(num_bytes: float) -> str:

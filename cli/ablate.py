@@ -18,7 +18,7 @@ from capricorn.config.scenario import Scenario
 from capricorn.errors import ConfigError
 from capricorn.records.samples import RUN, RunRecord, read_run
 
-from .options import Command, command, output_options, scenario_options
+from .options import Command, command, output_options, refuse_without_effect, scenario_options
 from .output import console, print_json
 from .policies import POLICY_OPTIONS, RHOS, Choice, configure, describe, refuse_chosen, refuse_unplanned
 from .run import make_folder
@@ -75,11 +75,13 @@ def ablate(
 
     Trains under each of them and without checkpoints, or with --trace replays a trace in virtual time.
     """
-    from capricorn.launch.preflight import require
+    from capricorn.launch.preflight import require, require_folders
 
     policies = choice.live(scenario.planner)
     refuse_unplanned(scenario)
+    refuse_without_effect(*(_under(scenario, policy) for policy in policies))
     require(scenario)
+    require_folders(scenario, out)
     make_folder(out)
     folders: dict[PlannerConfig | None, list[Path]] = {policy: [] for policy in (None, *policies)}
     try:

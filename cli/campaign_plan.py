@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Any
 
 import rich_click as click
 
@@ -17,10 +16,20 @@ from capricorn.compare.compare_record import check_shared_options, own_options, 
 from capricorn.config.fault_kinds import check_kinds
 from capricorn.config.fault_spec import FaultSpec
 from capricorn.errors import ConfigError
+from capricorn.systems.effect import check_effect
 from capricorn.systems.registry import check_system
+from capricorn.systems.settings import override
 
-from .experiment import given
-from .options import PARAMETERS, SETTINGS, SYSTEM_PARAMETER, refuse_shared_tier, scenario_from
+from .experiment import refuse_idle_variants
+from .options import (
+    PARAMETERS,
+    SETTINGS,
+    SYSTEM_PARAMETER,
+    given,
+    refuse_shared_tier,
+    scenario_from,
+    written_keys,
+)
 
 SHARED = ("profile_iterations=2", "mu=0.9")
 """Options of the systems that have them, so that Gemini checkpoints in runs as short as these; --set goes before."""
@@ -29,6 +38,10 @@ ALWAYS = ("model", "iterations", "seed")
 OF_CASES = {"kinds": "--kinds", "count": "--count", "shapes": "--shapes", "faults": "--fault", "repeats": "--repeats",
             "repro": "--repro", "number": "--case"}  # fmt: skip
 """Options of a campaign of single cases, which failures at random times have none of."""
+OF_DRAWN = {"kinds": "--kinds", "count": "--count"}
+"""Options of failures that are drawn, which has no say where each is named."""
+OF_TIMES = {"node_loss_frac": "--node-loss-frac"}
+"""Options of failures at random times."""
 
 NOT_WITH_SHAPES = {"nodes": "--nodes", "ranks_per_node": "--ranks-per-node", "nnodes": "--nnodes", "faults": "--fault"}
 
@@ -62,11 +75,9 @@ def planned(context: click.Context) -> CampaignRecord:
         variants=variants,
         keep_runs=options["keep_runs"],
     )
-    if options["mtbf"] is not None:
-        return _with_economics(record, context)
-    if options["shapes"]:
-        _check_shapes(context)
-    return _with_cases(record, options)
+    record = _with_cases(record, context) if options["mtbf"] is None else _with_economics(record, context)
+    _refuse_without_effect(record, context)
+    return record
 
 
 def scenario_words(context: click.Context) -> tuple[str, ...]:
@@ -83,20 +94,37 @@ def scenario_words(context: click.Context) -> tuple[str, ...]:
 
 
 def _with_economics(record: CampaignRecord, context: click.Context) -> CampaignRecord:
-    for name in sorted(OF_CASES.keys() & given(context)):
-        raise ConfigError(f"{OF_CASES[name]} is for single cases: with --mtbf failures come at random times")
+    _refuse_given(context, OF_CASES, "is for single cases: with --mtbf failures come at random times")
     options = context.params
     economics = Economics(mtbf_s=options["mtbf"], node_loss_frac=options["node_loss_frac"])
     return record.model_copy(update={"economics": economics})
 
 
-def _check_shapes(context: click.Context) -> None:
-    for name, option in NOT_WITH_SHAPES.items():
-        if name in given(context):
-            raise ConfigError(f"--shapes says on which nodes drawn failures come; leave out {option}")
+def _refuse_without_effect(record: CampaignRecord, context: click.Context) -> None:
+    """Raises ConfigError for an option or a setting that changes nothing in any run of the campaign."""
+    settings = [f"persist.every={case.persist_every}" for case in record.cases if case.persist_every][:1]
+    scenarios = [
+        override(variant.of(scenario), settings)
+        for variant in record.variants
+        for scenario in record.scenarios.values()
+    ]
+    check_effect(written_keys(given(context) & SCENARIO, context.params[SETTINGS]), scenarios)
+    of_first = [override(variant.of(record.scenarios[AS_CONFIGURED]), settings) for variant in record.variants]
+    refuse_idle_variants(record.variants, of_first)
 
 
-def _with_cases(record: CampaignRecord, options: Mapping[str, Any]) -> CampaignRecord:
+def _refuse_given(context: click.Context, names: Mapping[str, str], reason: str) -> None:
+    for name in sorted(names.keys() & given(context)):
+        raise ConfigError(f"{names[name]} {reason}")
+
+
+def _with_cases(record: CampaignRecord, context: click.Context) -> CampaignRecord:
+    options = context.params
+    _refuse_given(context, OF_TIMES, "is for failures at random times: use --mtbf TIME")
+    if options["faults"]:
+        _refuse_given(context, OF_DRAWN, "is for failures that are drawn: leave it out, or --fault")
+    if options["shapes"]:
+        _refuse_given(context, NOT_WITH_SHAPES, "does not go with --shapes, which says on which nodes failures come")
     explicit = tuple(map(FaultSpec.parse, options["faults"]))
     kinds = check_kinds(tuple(fault.kind for fault in explicit) or options["kinds"])
     shapes = tuple(options["shapes"])

@@ -13,6 +13,7 @@ from rich.text import Text
 from capricorn.conformance.subject import SystemUnderTest, under_test
 from capricorn.errors import ConfigError
 from capricorn.launch.interrupts import Interrupts
+from capricorn.runtime.comm.addresses import why_no_loopback
 from capricorn.systems.settings import OPTIONS
 
 from .options import json_option
@@ -35,7 +36,7 @@ TIMEOUT_S = 5.0
 @click.option(
     "--timeout",
     "timeout_s",
-    type=click.FloatRange(min=0, min_open=True),
+    type=float,
     default=TIMEOUT_S,
     show_default=True,
     metavar="SECONDS",
@@ -59,6 +60,8 @@ def check_system(
     options = subject.options | dict(map(_option, assignments))
     subject = subject.model_copy(update={"options": options, "without": (*subject.without, *_split(without))})
     chosen = choose(_split(rules))
+    if reason := why_no_loopback():
+        raise ConfigError(f"the ranks meet over the loopback of this machine: {reason}; bring it up: ip link set lo up")
     with Interrupts() as interrupts:
         results = list(_shown(subject, chosen, interrupts, is_silent=as_json, quiet=quiet))
     num_failed = sum(result.verdict == "FAIL" for result in results)

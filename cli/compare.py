@@ -111,12 +111,13 @@ def compare(
         raise ConfigError("--threshold is for finished runs: name them, as in compare BASE RUN --threshold 5%")
     if resume is not None:
         refuse_given(context, {"resume"} | OUTPUT, f"contradicts --resume: all settings are those of {resume}")
-        read_compare(resume)  # before anything is written there
+        read_compare(resume, goes_on=True)  # before anything is written there
         return _carry_out(resume.resolve(), as_json=as_json, quiet=quiet, verbose=verbose)
     experiment = experiment_of(context, file)
     if dry_run:
         _show_plan(experiment, as_json)
-    _require(each.scenario_of(variant.label) for each in experiment.comparisons for variant in each.variants)
+    scenarios = (each.scenario_of(variant.label) for each in experiment.comparisons for variant in each.variants)
+    _require(scenarios, experiment.out)
     if dry_run:
         return 0
     return _carry_out(_new_folder(experiment), as_json=as_json, quiet=quiet, verbose=verbose)
@@ -125,12 +126,13 @@ def compare(
 # --- runs to be made ---------------------------------------------------------------------------------------------
 
 
-def _require(scenarios: Iterable[Scenario]) -> None:
-    """Raises ConfigError if this machine cannot run one of them."""
-    from capricorn.launch.preflight import require
+def _require(scenarios: Iterable[Scenario], out: Path) -> None:
+    """Raises ConfigError if this machine cannot run one of them, or not write what it leaves below `out`."""
+    from capricorn.launch.preflight import require, require_folders
 
     for scenario in scenarios:
         require(scenario)
+        require_folders(scenario, out)
 
 
 def _missing(folder: Path, record: CompareRecord) -> Iterator[Scenario]:
@@ -158,8 +160,8 @@ def _new_folder(experiment: Experiment) -> Path:
 def _carry_out(folder: Path, *, as_json: bool, quiet: bool, verbose: bool) -> int:
     """Makes the runs that are missing in the folder, and shows what its comparisons then come to."""
     with alone_in(folder):
-        record = read_compare(folder)
-        _require(_missing(folder, record))
+        record = read_compare(folder, goes_on=True)
+        _require(_missing(folder, record), folder.parent)
         return _make_missing(folder, record, as_json=as_json, quiet=quiet, verbose=verbose)
 
 
@@ -236,13 +238,15 @@ def _plan_json(planned: PlannedComparison, needs: dict[str, Needs]) -> dict[str,
 
 
 def _compare_finished(paths: tuple[Path, ...], threshold: float | None, as_json: bool, quiet: bool) -> int:
-    from capricorn.compare.finished_runs import load_comparisons
+    from capricorn.compare.finished_runs import load_comparisons, require_distinct
 
     whole = [path for path in paths if is_compare(path)]
     if whole and (threshold is not None or len(whole) < len(paths)):
         raise ConfigError(f"{whole[0]} holds a whole comparison ({COMPARE}); name the folders of its runs instead")
     if not whole:
-        records = {str(path): read_run(path) for path in paths}
+        read = [(path, read_run(path)) for path in paths]
+        require_distinct((path, record.run_id) for path, record in read)
+        records = {str(path): record for path, record in read}
         require_same_work(records)
         require_same_checkpoints(records)
     compared = [comparison for comparison, _ in load_comparisons(paths)]

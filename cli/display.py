@@ -81,6 +81,8 @@ class _Lines(_Quiet):
         if snapshot and (self._verbose or is_last or now - self._printed_at_s >= PLAIN_INTERVAL_S):
             self._printed_at_s = now
             self._print(_line(snapshot, self._progress.iterations))
+        if snapshot and snapshot.iteration == self._progress.not_finite_from:
+            self._print(_not_finite(snapshot.iteration))
 
     def on_event(self, event: EventSample) -> None:
         if self._verbose or _is_news(event):
@@ -130,7 +132,9 @@ class _Panel(_Quiet):
         headings = [line for line in (self._heading(), describe(self._scenario)) if line]
         above = (Text(line, style="bold", no_wrap=True, overflow="ellipsis") for line in headings)
         events = (Text(line, style="yellow", no_wrap=True, overflow="ellipsis") for line in self._events)
-        return Group(*above, self._bar(), _facts(self._progress.latest), *events)
+        first = self._progress.not_finite_from
+        loss = [] if first is None else [Text(_not_finite(first), style="yellow")]
+        return Group(*above, self._bar(), _facts(self._progress.latest), *loss, *events)
 
     def _bar(self) -> Table:
         progress = self._progress
@@ -147,6 +151,10 @@ TRAINING = "training"
 NAMES = ("loss", "iteration", "local tier", "stall", "complete", "sent", "failed saves", "memory")
 """What the panel shows, two to a row."""
 _STATUS = {"started": "starting", "ready": "starting", "failed": "restarting", "finished": "finishing"}
+
+
+def _not_finite(first: int) -> str:
+    return f"the loss is not finite from iteration {first} on; training goes on"
 
 
 def _whole_seconds(seconds: Seconds) -> str:
@@ -196,12 +204,14 @@ def _line(latest: Snapshot, iterations: int) -> str:
 
 def _is_news(event: EventSample) -> bool:
     """Whether it is worth a line: what goes wrong, and once that it goes on; starts and ends come once a rank."""
-    return event.event in ("fault", "failed") or (event.event == "resumed" and (event.rank == 0 or bool(event.detail)))
+    return event.event in ("fault", "not-injected", "failed", "replaced") or (
+        event.event == "resumed" and (event.rank == 0 or bool(event.detail))
+    )
 
 
 def _event_line(event: EventSample) -> str:
     detail = f": {event.detail}" if event.detail else ""
-    if event.event == "fault":
-        return f"fault{detail}"
+    if event.event in ("fault", "not-injected", "replaced"):
+        return f"{event.event}{detail}"
     where = {"failed": f" in iteration {event.iteration}", "resumed": f" from iteration {event.iteration}"}
     return f"rank {event.rank} {event.event}{where.get(event.event, '')}{detail}"

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import rich_click as click
 
 from capricorn.config.scenario import Scenario
 
-from .experiment import given
-from .options import command, json_option, scenario_options, system_option
+from .options import command, given, json_option, out_option, refuse_without_effect, scenario_options, system_option
 from .output import console, print_json
 
 
 @command("doctor", "doctor --system gemini --model mixtral-8x7b --cluster p4d --nodes 4")
 @system_option
 @scenario_options
+@out_option
 @json_option
-def doctor(scenario: Scenario, as_json: bool) -> int:
+def doctor(scenario: Scenario, out: Path, as_json: bool) -> int:
     """Check whether this machine can do what is asked for: its system, cluster, nodes, device, folders and failures.
 
     Without any option it also says which systems are installed, and what privileges there are.
@@ -26,7 +27,8 @@ def doctor(scenario: Scenario, as_json: bool) -> int:
     from capricorn.report.terminal.plan_table import checks_table, plan_table
     from capricorn.sizing.memory import needs_of
 
-    found = checks(scenario)
+    refuse_without_effect(scenario)
+    found = checks(scenario, out)
     context = click.get_current_context()
     assert context is not None
     if not given(context) - {"as_json"}:

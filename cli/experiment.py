@@ -7,20 +7,31 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import rich_click as click
-from click.core import ParameterSource
 
 from capricorn.compare.compare_record import (
     SYSTEM,
     PlannedComparison,
+    Variant,
     check_shared_options,
     flat_settings,
     parse_variants,
+    setting_key,
 )
 from capricorn.config.resolve import assign, read_toml
+from capricorn.config.scenario import Scenario
 from capricorn.errors import ConfigError, unknown_name
+from capricorn.systems.effect import check_effect
 from capricorn.systems.registry import check_system
 
-from .options import PARAMETERS, SETTINGS, SYSTEM_PARAMETER, refuse_shared_tier, scenario_from
+from .options import (
+    PARAMETERS,
+    SETTINGS,
+    SYSTEM_PARAMETER,
+    given,
+    refuse_shared_tier,
+    scenario_from,
+    written_keys,
+)
 
 COMPARISONS, LABEL, OUT, STDLIB = "comparisons", "label", "out", "stdlib"
 ASKED = {"systems", "repeats", *PARAMETERS} - {SYSTEM_PARAMETER}
@@ -40,12 +51,6 @@ class Experiment(NamedTuple):
     comparisons: list[PlannedComparison]
 
 
-def given(context: click.Context) -> set[str]:
-    """Names of the parameters that are on the command line."""
-    names = (parameter.name or "" for parameter in context.command.params)
-    return {name for name in names if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
-
-
 def refuse_given(context: click.Context, allowed: set[str], reason: str) -> None:
     """Raises ConfigError for an option on the command line that is not among the allowed ones."""
     for parameter in context.command.params:
@@ -61,7 +66,9 @@ def experiment_of(context: click.Context, file: Path | None) -> Experiment:
     """
     asked = {name: value for name, value in context.params.items() if name in ASKED}
     if file is None:
-        return Experiment(context.params[OUT], [_planned("", asked)])
+        planned, scenarios = _planned("", asked)
+        check_effect(written_keys(given(context), asked[SETTINGS]), scenarios)
+        return Experiment(context.params[OUT], [planned])
     explicit = {name: value for name, value in context.params.items() if name in given(context)}
     table = read_toml(file)
     parts = table.pop(COMPARISONS, [{}])
@@ -69,17 +76,28 @@ def experiment_of(context: click.Context, file: Path | None) -> Experiment:
         raise ConfigError(f"{file}: {COMPARISONS} is no list of tables; write [[{COMPARISONS}]] above each")
     shared = _values(context, file, table, ASKED | {OUT})
     out: Path = (shared | explicit).get(OUT, context.params[OUT])
-    comparisons = []
+    comparisons: list[PlannedComparison] = []
+    everywhere: list[Scenario] = []
     for number, part in enumerate(parts, 1):
         label = part.pop(LABEL, "")
         if not isinstance(label, str):
             raise ConfigError(f"{file}: {LABEL} = {label!r} is no text")
         own = _values(context, file, part, ASKED)
         try:
-            comparisons.append(_planned(label, _merged(asked, shared, own, explicit)))
+            planned, scenarios = _planned(label, _merged(asked, shared, own, explicit))
+            check_effect(_written(own), scenarios)
         except ConfigError as error:
             raise ConfigError(f"{file}, {repr(label) if label else f'comparison {number}'}: {error}") from None
+        comparisons.append(planned)
+        everywhere += scenarios
+    for level in (shared, explicit):
+        check_effect(_written(level), everywhere)
     return Experiment(out, comparisons)
+
+
+def _written(level: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the keys of the settings that a level gives, each with how it is written."""
+    return written_keys(level, level.get(SETTINGS, ()))
 
 
 def _merged(*levels: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,8 +138,8 @@ def _cast(context: click.Context, file: Path, key: str, parameter: click.Paramet
         raise ConfigError(f"{file}: {key} = {value!r}: {error.message.rstrip('.')}") from None
 
 
-def _planned(label: str, asked: Mapping[str, Any]) -> PlannedComparison:
-    """Returns the comparison, once each of its variants is found to make a scenario."""
+def _planned(label: str, asked: Mapping[str, Any]) -> tuple[PlannedComparison, list[Scenario]]:
+    """Returns the comparison, and the scenario of each of its variants."""
     options = dict(asked)
     variants, repeats = parse_variants(options.pop("systems")), options.pop("repeats")
     _refuse_system(options[SETTINGS])
@@ -133,8 +151,16 @@ def _planned(label: str, asked: Mapping[str, Any]) -> PlannedComparison:
     variants = tuple(each.model_copy(update={"assignments": tuple(_absolute(each.assignments))}) for each in variants)
     for variant in variants:
         check_system(variant.system)
-        variant.of(scenario)
-    return PlannedComparison.plan(label, scenario, variants, repeats)
+    scenarios = [variant.of(scenario) for variant in variants]
+    refuse_idle_variants(variants, scenarios)
+    return PlannedComparison.plan(label, scenario, variants, repeats), scenarios
+
+
+def refuse_idle_variants(variants: Iterable[Variant], scenarios: Iterable[Scenario]) -> None:
+    """Raises ConfigError for a setting of a variant's own that changes nothing in its scenario."""
+    for variant, scenario in zip(variants, scenarios, strict=True):
+        keys = {setting_key(each): f"--systems {variant.label!r}: {each}" for each in variant.assignments}
+        check_effect(keys, [scenario])
 
 
 def _absolute(assignments: Iterable[str]) -> Iterator[str]:

@@ -14,6 +14,8 @@ from capricorn.report.export.formats import BY_SUFFIX, FORMATS, render
 from capricorn.report.export.outputs import Outputs, all_or_nothing, read_whole
 from capricorn.runtime.persist.layout import is_checkpoint
 
+from .streams import hushed
+
 if TYPE_CHECKING:
     from capricorn.compare.comparison import Comparison
     from capricorn.report.export.perfetto import TracedRun
@@ -74,8 +76,8 @@ def export(
         raise ConfigError("a page of HTML is nothing to read in a terminal: add --out report.html")
     from capricorn.compare.finished_runs import load_comparisons
 
-    loaded = load_comparisons(paths)
-    with all_or_nothing() as outputs:
+    with hushed(), all_or_nothing() as outputs:
+        loaded = load_comparisons(paths)
         pictures = _draw(loaded) if figures or FORMATS[chosen].is_page else []
         text = render(chosen, [comparison for comparison, _ in loaded], pictures)
         if figures:
@@ -97,9 +99,9 @@ def _export_weights(paths: Sequence[Path], out: Path, dtype: str | None) -> int:
     folder = paths[0].resolve()
     if len(paths) > 1 or not is_checkpoint(folder):
         raise ConfigError(f"--out {out} takes the weights of one checkpoint on disk: give its folder, iteration-...")
-    from capricorn.runtime.persist.export_weights import weights_of
+    with hushed(), all_or_nothing() as outputs:
+        from capricorn.runtime.persist.export_weights import weights_of
 
-    with all_or_nothing() as outputs:
         outputs.write(out, weights_of(folder, dtype))
     click.echo(f"wrote {out}", err=True)
     return 0

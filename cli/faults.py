@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from itertools import product
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,14 @@ from capricorn.campaign.campaign_record import (
 from capricorn.compare.compare_record import alone_in
 from capricorn.config.fault_spec import FaultSpec
 from capricorn.errors import ConfigError
+from capricorn.files import write_text
 
 from .campaign_plan import planned
 from .experiment import refuse_given
 from .options import command, listed, output_options, systems_option, unresolved_options
 from .output import PROGRAM, console, print_json
 from .run import make_folder
-from .values import KIND_LIST, WholeNumber
+from .values import KIND_LIST, FiniteRange, WholeNumber
 
 DEFAULTS = {"model": "mixtral-tiny", "iterations": 12, "warmup": 0}
 DEFAULT_SYSTEMS, DEFAULT_COUNT = "capricorn", 16
@@ -47,7 +49,7 @@ def _duration(context: click.Context, parameter: click.Parameter, text: str | No
         return None
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|min|h)\s*", text)
     seconds = float(match[1]) * _TIME_UNITS[match[2]] if match else 0.0
-    if seconds <= 0:
+    if not 0 < seconds < inf:
         raise ConfigError(f"--mtbf {text!r} is no time; write it as in 30s, 5min or 1h")
     return seconds
 
@@ -107,7 +109,7 @@ def _shapes(context: click.Context, parameter: click.Parameter, texts: tuple[str
 )
 @click.option(
     "--node-loss-frac",
-    type=click.FloatRange(0, 1),
+    type=FiniteRange(0, 1),
     default=0.1,
     show_default=True,
     metavar="PART",
@@ -191,7 +193,7 @@ def _carry_out(folder: Path, number: int | None, *, as_json: bool, quiet: bool, 
     remove_leftovers()
     with alone_in(folder):
         record = read_campaign(folder)
-        _require(record)
+        _require(record, folder.parent)
         runner = _runner(folder, record, number, quiet=quiet or as_json, verbose=verbose)
         try:
             runner.run()
@@ -201,13 +203,15 @@ def _carry_out(folder: Path, number: int | None, *, as_json: bool, quiet: bool, 
     return 0 if succeeded(runner.record) else 1
 
 
-def _require(record: CampaignRecord) -> None:
-    """Raises ConfigError if this machine cannot run one of the systems."""
-    from capricorn.launch.preflight import require
+def _require(record: CampaignRecord, out: Path) -> None:
+    """Raises ConfigError if this machine cannot run one of the systems, or not write what it leaves below `out`."""
+    from capricorn.launch.preflight import require, require_folders
 
     places = [testbed for testbed in record.scenarios if place_of(testbed) == AS_CONFIGURED]
     for testbed, variant in product(places, record.variants):
-        require(record.undisturbed_scenario(testbed, variant.label))
+        scenario = record.undisturbed_scenario(testbed, variant.label)
+        require(scenario)
+        require_folders(scenario, out)
 
 
 def _runner(folder: Path, record: CampaignRecord, number: int | None, *, quiet: bool, verbose: bool) -> Any:
@@ -237,7 +241,7 @@ def _show(folder: Path, record: CampaignRecord, *, as_json: bool, quiet: bool) -
 
     economics = record.economics
     text = campaign_markdown(record) if economics is None else economics_markdown(economics)
-    (folder / REPORT).write_text(text, encoding="utf-8")
+    write_text(folder / REPORT, text)
     if as_json:
         print_json(campaign_json(record))
         return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+import contextlib
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -11,8 +11,10 @@ import rich_click as click
 
 import capricorn
 from capricorn.errors import CapricornError
+from capricorn.files import failure, in_words
 
 from .output import HELP, PROGRAM
+from .streams import end_streams, hush_libraries, own_streams
 
 INTERRUPTED = 130
 COMMANDS: Mapping[str, tuple[str, str]] = {
@@ -62,30 +64,42 @@ for _name, (_, _help) in COMMANDS.items():
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line and exits: 0 done, 1 failed, 2 the user's mistake, 130 interrupted."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            # A character that the terminal or a path's encoding lacks is no reason to end a run.
-            stream.reconfigure(errors="replace")
-    sys.exit(_exit_code(arguments))
+    own_streams()
+    hush_libraries()
+    try:
+        code = _exit_code(arguments)
+    finally:
+        end_streams()
+    sys.exit(code)
 
 
 def _exit_code(arguments: Sequence[str] | None) -> int:
     try:
         code = app.main(arguments, prog_name=PROGRAM, standalone_mode=False)
+        sys.stdout.flush()  # what is printed and cannot be written is not done
     except CapricornError as error:
         return _fail(str(error), error.exit_code)
+    except BrokenPipeError:  # who read it has gone, and need not be told
+        return 1
+    except OSError as error:  # nobody has named what it was about
+        return _fail(in_words(error), failure("go on", error).exit_code)
     except click.UsageError as error:
         return _fail(_describe(error), 2)
     except click.Abort:
-        click.echo("interrupted", err=True)
+        _say("interrupted")
         return INTERRUPTED
     return code or 0
 
 
 def _fail(message: str, code: int) -> int:
     """Says it in one line: an error, unlike a traceback, is to be read."""
-    click.echo("error: " + " ".join(message.split()), err=True)
+    _say("error: " + " ".join(message.split()))
     return code
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError, CapricornError):  # the exit code stays, where stderr is full
+        click.echo(line, err=True)
 
 
 def _describe(error: click.UsageError) -> str:

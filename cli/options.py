@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import rich_click as click
+from click.core import ParameterSource
 
 from capricorn.config.cluster import LOCAL, ClusterConfig
 from capricorn.config.fault_spec import FaultSpec
 from capricorn.config.fields import Option, validate
 from capricorn.config.own_code import absolute
-from capricorn.config.resolve import assign, load_cluster, load_model, note_older, parse_ckpt
+from capricorn.config.resolve import assign, canonical_key, load_cluster, load_model, note_older, parse_ckpt
 from capricorn.config.scenario import ROUTER, Scenario, TrainConfig
 from capricorn.config.setting_list import Setting, options, sections
 from capricorn.errors import ConfigError
 from capricorn.sizing.scale import scale
+from capricorn.systems.effect import check_effect
 from capricorn.systems.registry import check_system
 from capricorn.systems.settings import settle
 from capricorn.units import KIB
@@ -88,6 +90,8 @@ PARAMETERS = frozenset({*_BY_PARAMETER, SETTINGS})
 """Names in Python of all options that a scenario is made from."""
 
 system_option = option_of(_BY_PARAMETER[SYSTEM_PARAMETER])
+out_option = click.option("--out", type=click.Path(path_type=Path), default="results", show_default=True,
+                          panel="Output", help="Put the folders of runs here")  # fmt: skip
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else")
 _SCENARIO_OPTIONS: Options = (
     *(option_of(setting) for name, setting in _BY_PARAMETER.items() if name != SYSTEM_PARAMETER),
@@ -97,8 +101,7 @@ _SCENARIO_OPTIONS: Options = (
 _OUTPUT_OPTIONS: Options = (
     click.option("--repeats", type=WholeNumber(1), default=1, show_default=True, metavar="N", panel="Work",
                  help="Do it all this many times"),
-    click.option("--out", type=click.Path(path_type=Path), default="results", show_default=True, panel="Output",
-                 help="Put the folders of runs here"),
+    out_option,
     click.option("--json", "as_json", is_flag=True, panel="Output", help="Print a JSON summary and nothing else"),
     click.option("-q", "--quiet", is_flag=True, panel="Output", help="Print the verdict only"),
     click.option("-v", "--verbose", is_flag=True, panel="Output", help="Print every iteration, one line each"),
@@ -137,6 +140,26 @@ def unresolved_options(command: Command) -> Command:
 def output_options(command: Command) -> Command:
     """Gives a command `repeats`, `out`, `as_json`, `quiet` and `verbose`."""
     return _decorate(command, _OUTPUT_OPTIONS)
+
+
+def given(context: click.Context) -> set[str]:
+    """Returns the names of the parameters that are on the command line."""
+    names = (parameter.name or "" for parameter in context.command.params)
+    return {name for name in names if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+
+
+def refuse_without_effect(*scenarios: Scenario) -> None:
+    """Raises ConfigError for an option or a setting on the command line that has no effect in any of the scenarios."""
+    context = click.get_current_context()
+    assert context is not None
+    check_effect(written_keys(given(context), context.params[SETTINGS]), scenarios)
+
+
+def written_keys(parameters: Iterable[str], assignments: Iterable[str]) -> dict[str, str]:
+    """Returns the keys of the settings that options and `key=value` give, each with how it is written."""
+    settings = [_BY_PARAMETER[name] for name in sorted(parameters) if name in _BY_PARAMETER]
+    keys = {canonical_key(each.partition("=")[0]): f"--set {each}" for each in assignments}
+    return {setting.key: _option(setting).name for setting in settings} | keys
 
 
 def refuse_shared_tier(scenario: Scenario) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import rich_click as click
 from rich.console import Console
+
+from capricorn.records.strict_json import as_json
 
 PROGRAM = "capricorn-bench"
 HELP = {
@@ -29,4 +30,4 @@ def console() -> Console:
 
 def print_json(value: Any) -> None:
     """Prints the value as the one JSON object of a command."""
-    click.echo(json.dumps(value, indent=2))
+    click.echo(as_json(value, indent=2))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from itertools import pairwise
+from math import isfinite
 from statistics import median
 
 from capricorn.config.scenario import Scenario
@@ -40,6 +41,8 @@ class Progress:
     def __init__(self, scenario: Scenario) -> None:
         self.iterations = scenario.train.iterations
         self.latest: Snapshot | None = None
+        self.not_finite_from: int | None = None
+        """The first iteration whose loss was not finite, of all that were shown."""
         topology = scenario.topology
         self._num_ranks = topology.ranks_per_node if scenario.launch.nnodes else topology.world_size
         self._attempt = 0
@@ -65,6 +68,8 @@ class Progress:
         del self._pending[sample.iteration]
         self._ends_s.append(sample.at_s)
         self.latest = self._fold(list(ranks.values()))
+        if self.not_finite_from is None and not isfinite(self.latest.loss):
+            self.not_finite_from = self.latest.iteration
         return self.latest
 
     def seconds_left(self) -> Seconds | None:

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import rich_click as click
 
-from capricorn.config.cluster import FAILURE_DOMAINS
 from capricorn.config.scenario import Scenario
-from capricorn.errors import ConfigError
+from capricorn.errors import ConfigError, note_once
 from capricorn.records.samples import RECOVERIES, RUN, RecoverySample, RunRecord, read_run, read_samples
 from capricorn.sizing.memory import needs_of
-from capricorn.systems.registry import SystemEntry, find
+from capricorn.systems.effect import why_no_effect
 from capricorn.systems.settings import settings_of
 
-from .options import command, output_options, refuse_shared_tier, scenario_options, system_option
+from .options import (
+    command,
+    output_options,
+    refuse_shared_tier,
+    refuse_without_effect,
+    scenario_options,
+    system_option,
+)
 from .output import console, print_json
-
-MATTERS: Mapping[str, Callable[[SystemEntry], bool]] = {
-    "planner": lambda system: system.kind in ("replicates", "own") and not system.profiles_first,
-    "persist": lambda system: system.replicates,
-}
-"""By section: whether it means something for a system, where it does not for all."""
 
 
 @command(
@@ -36,11 +37,13 @@ MATTERS: Mapping[str, Callable[[SystemEntry], bool]] = {
 @click.option("--dry-run", is_flag=True, help="Print needs, checks and resolved settings, and start nothing")
 def run(scenario: Scenario, repeats: int, out: Path, as_json: bool, quiet: bool, verbose: bool, dry_run: bool) -> int:
     """Train one model under one system and record what happens in results/<run-id>/."""
-    from capricorn.launch.preflight import require
+    from capricorn.launch.preflight import require, require_folders
 
+    refuse_without_effect(scenario)
     if dry_run:
-        _show_plan(scenario, as_json)
+        _show_plan(scenario, out, as_json)
     require(scenario)
+    require_folders(scenario, out)
     if repeats > 1:
         refuse_shared_tier(scenario)
     if dry_run:
@@ -84,6 +87,11 @@ def make_folder(out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot make the folder: {error.strerror}") from None
+    if not os.access(out, os.W_OK | os.X_OK):
+        is_read_only = os.statvfs(out).f_flag & os.ST_RDONLY
+        raise ConfigError(
+            f"--out {out}: {'it is on a read-only file system' if is_read_only else 'no permission to write'}"
+        )
 
 
 def _show(records: dict[Path, RunRecord], repeats: int, as_json: bool, quiet: bool) -> None:
@@ -93,8 +101,12 @@ def _show(records: dict[Path, RunRecord], repeats: int, as_json: bool, quiet: bo
         runs = [record.model_dump(mode="json") for record in records.values()]
         print_json({"runs": runs} if repeats > 1 else runs[0])
     elif quiet:
+        from capricorn.report.terminal.run_table import notes_of
+
         for folder, record in records.items():
             click.echo(f"{folder}: {record.verdict}")
+            for note in notes_of(record):
+                note_once(f"{folder}: {note}")
     else:
         _print_tables(records, repeats)
 
@@ -119,30 +131,32 @@ def _show_needs(scenario: Scenario) -> None:
 
 
 def _told(scenario: Scenario) -> Iterator[tuple[str, str]]:
-    """Yields the sections that mean something for this run, with their settings; a scale model is shown as a table."""
-    system, config = find(scenario.system.name), scenario.model_dump(mode="json", exclude={"emulation", "faults"})
-    if not scenario.cluster.is_emulated:
-        config["cluster"] = {key: value for key, value in config["cluster"].items() if key in FAILURE_DOMAINS}
+    """Yields the settings that change something in this run, by section; a scale model is shown as a table."""
+    config = scenario.model_dump(mode="json", exclude={"emulation", "faults"})
     config["system.options"] = config["system"].pop("options")
     for section, fields in config.items():
-        told = (f"{key}={value}" for key, value in fields.items() if value not in (None, ""))
-        if fields and (section not in MATTERS or MATTERS[section](system)):
+        told = [
+            f"{key}={value}"
+            for key, value in fields.items()
+            if value not in (None, "") and not why_no_effect(f"{section}.{key}", scenario)
+        ]
+        if told:
             yield section, " ".join(told)
     if scenario.faults:
         yield "faults", " ".join(map(str, scenario.faults))
 
 
-def _show_plan(scenario: Scenario, as_json: bool) -> None:
+def _show_plan(scenario: Scenario, out: Path, as_json: bool) -> None:
     from capricorn.launch.preflight import checks
     from capricorn.report.terminal.plan_table import checks_table, plan_table
 
-    needs, found = needs_of(scenario, cuda=scenario.cluster.device == "cuda"), checks(scenario)
+    needs, found = needs_of(scenario, cuda=scenario.cluster.device == "cuda"), checks(scenario, out)
     if as_json:
         facts = [dataclasses.asdict(check) for check in found]
         print_json({"needs": dataclasses.asdict(needs), "checks": facts, "config": scenario.model_dump(mode="json")})
         return
-    out = console()
-    out.print(plan_table(scenario, needs))
-    out.print(checks_table(found))
+    screen = console()
+    screen.print(plan_table(scenario, needs))
+    screen.print(checks_table(found))
     for section, settings in _told(scenario):
-        out.print(f"{section}: {settings}", soft_wrap=True, markup=False)
+        screen.print(f"{section}: {settings}", soft_wrap=True, markup=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from math import isfinite
 from typing import Any
 
 import rich_click as click
@@ -34,6 +35,16 @@ class WholeNumber(IntParamType):
             number = self.least - 1
         if number < self.least:
             self.fail(f"{str(value)!r} is not a whole number, {self.least} or more", param, ctx)
+        return number
+
+
+class FiniteRange(click.FloatRange):
+    """A number within bounds, of which infinity and what is no number are none."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number: float = super().convert(value, param, ctx)
+        if not isfinite(number):
+            self.fail(f"{str(value)!r} is not a finite number", param, ctx)
         return number
 
 

@@ -20,9 +20,10 @@ class OwnFiles(CheckpointSystem):
         self.file = lambda iteration, rank=job.rank: job.files_dir / f"{iteration}-{rank}"
 
     def after_update(self, iteration: int) -> None:
+        super().after_update(iteration)  # refuses one that does not come after the last
         if (every := self.job.config.every) and iteration % every == 0:
             self.state.capture()
-            torch.save(self.state.tensors, part := self.file(0))
+            torch.save(self.state.tensors, part := self.file("part"))
             part.rename(self.file(iteration))  # with its name it counts, and so it must be whole
             dist.barrier(self.job.control_group)
             self.latest = iteration  # now every rank has its file
@@ -30,7 +31,7 @@ class OwnFiles(CheckpointSystem):
 
     def restore(self) -> RestoreReport:
         dist.barrier(self.job.control_group)  # nobody writes any more
-        found = {int(each.name.split("-")[0]) for each in self.job.files_dir.glob("*-*")} - {0}
+        found = {int(each.name.split("-")[0]) for each in self.job.files_dir.glob("[0-9]*-*")}
         whole = (each for each in found if all(self.file(each, rank).exists() for rank in self.ranks))
         if (latest := max(whole, default=None)) is None:
             raise NoCompleteCheckpointError(f"{self.job.files_dir} holds no iteration of all ranks")
@@ -40,7 +41,7 @@ class OwnFiles(CheckpointSystem):
         for later in (each for each in found if each > latest):  # of a future that is given up
             self.file(later).unlink(missing_ok=True)
         dist.barrier(self.job.control_group)  # or a rank that goes on removes what another still has to find
-        self.latest = latest
+        self.latest = self.iteration_order.advance(latest)
         return RestoreReport(latest, ["persistent"] * len(self.ranks), agree_s=0.0, fetch_s=0.0, load_s=0.0)
 
     def latest_complete(self) -> int | None:

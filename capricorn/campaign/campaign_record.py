@@ -18,7 +18,7 @@ from capricorn.config.fault_kinds import Mount
 from capricorn.config.fault_spec import FaultSpec
 from capricorn.config.fields import FrozenModel, validate
 from capricorn.config.scenario import Scenario
-from capricorn.errors import CapricornError
+from capricorn.files import named
 from capricorn.records.samples import read_record, write_record
 from capricorn.systems.registry import find
 from capricorn.systems.settings import override
@@ -162,9 +162,10 @@ def read_campaign(folder: Path) -> CampaignRecord:
     """Returns the record in the folder of a campaign.
 
     Raises:
-        ConfigError: there is none, it is damaged, or it has another schema version.
+        ConfigError: there is none, it is damaged, or a newer version has written what this one cannot read, or would
+            lose when it goes on.
     """
-    return read_record(folder / CAMPAIGN, CampaignRecord, SCHEMA_VERSION, "campaign")
+    return read_record(folder / CAMPAIGN, CampaignRecord, SCHEMA_VERSION, "campaign", goes_on=True)
 
 
 def write_campaign(folder: Path, record: CampaignRecord) -> None:
@@ -175,11 +176,9 @@ def write_campaign(folder: Path, record: CampaignRecord) -> None:
     Raises:
         CapricornError: there is no room for it.
     """
-    try:
+    with named(f"make {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
-        write_record(folder / CAMPAIGN, record, indent=None)
-    except OSError as error:
-        raise CapricornError(f"cannot write {folder / CAMPAIGN}: {error.strerror}") from None
+    write_record(folder / CAMPAIGN, record, indent=None)
 
 
 def counts(cases: Iterable[Case]) -> dict[str, int]:

@@ -24,9 +24,12 @@ from capricorn.campaign.testbeds import ENTER
 from capricorn.compare.compare_record import Variant
 from capricorn.config.fault_kinds import kind_of
 from capricorn.config.fault_spec import FaultSpec
+from capricorn.config.resolve import canonical_key
 from capricorn.config.scenario import Scenario
+from capricorn.config.setting_list import options as setting_options
 from capricorn.errors import ConfigError
 from capricorn.faults.applicability import why_not
+from capricorn.systems.effect import why_no_effect
 from capricorn.systems.registry import find
 
 PROGRAM: Final = "capricorn-bench"
@@ -128,7 +131,8 @@ def _case(asked: Asked, number: int, fault: FaultSpec, variant: Variant) -> Case
         mount=kind_of(fault.kind).fills,
         persist_every=_persist_every(asked, number, fault, variant),
     )
-    return case.model_copy(update={"repro": repro(asked.options, variant.spelling, case)})
+    scenario = scenario_of(asked.scenarios, variant, case)
+    return case.model_copy(update={"repro": repro(asked.options, variant.spelling, case, scenario)})
 
 
 def _place(asked: Asked, number: int, fault: FaultSpec, variant: Variant) -> str:
@@ -152,14 +156,33 @@ def _persist_every(asked: Asked, number: int, fault: FaultSpec, variant: Variant
     return PERSIST_EVERY if drawn or fault.hits_persistent_tier else 0
 
 
-def repro(options: Sequence[str], system: str, case: Case) -> str:
-    """Returns the command that repeats the case and nothing else."""
-    words = [PROGRAM, "faults", *options, "--systems", system, "--fault", str(case.fault)]
+def repro(options: Sequence[str], system: str, case: Case, scenario: Scenario) -> str:
+    """Returns the command that repeats the case and nothing else.
+
+    Args:
+        options: of all cases, as words of a command line; those that other systems have are left out.
+        system: the word for --systems.
+        case: what is repeated.
+        scenario: what the case runs.
+    """
+    words = [PROGRAM, "faults", *_effective(options, scenario), "--systems", system, "--fault", str(case.fault)]
     if place_of(case.testbed) == PID_1:
         words = [*ENTER, *words]
     if shape := shape_of(case.testbed):
         nodes, _, ranks = shape.partition("x")
         words += ["--nodes", nodes, "--ranks-per-node", ranks]
-    if case.persist_every and "--persist-every" not in options:
+    if case.persist_every and "--persist-every" not in words and not why_no_effect("persist.every", scenario):
         words += ["--persist-every", str(case.persist_every)]
     return shlex.join(words)
+
+
+def _effective(options: Sequence[str], scenario: Scenario) -> Iterator[str]:
+    """Yields the options, and their values, that change something in the scenario."""
+    settings = {setting.option.name: setting for setting in setting_options() if setting.option}
+    words = iter(options)
+    for word in words:
+        setting = settings.get(word)
+        value = [] if setting and setting.info.annotation is bool else [next(words)]
+        key = setting.key if setting else canonical_key(value[0].partition("=")[0])
+        if not why_no_effect(key, scenario):
+            yield from (word, *value)

@@ -8,6 +8,7 @@ from statistics import fmean
 
 from capricorn.campaign.economics import MeasuredEconomics, expected_ettr, wasted_s
 from capricorn.errors import CapricornError
+from capricorn.records.failures import injected
 from capricorn.records.samples import RECOVERY_PHASES, EventSample, IterationSample, RecoverySample
 from capricorn.units import Seconds
 
@@ -90,7 +91,7 @@ def measured(
         update=facts
         | {
             "wall_s": wall_s,
-            "num_failures": sum(event.event == "fault" for event in outcome.events),
+            "num_failures": len(injected(outcome.events)),
             "redone_iterations": len(redone),
             "redone_s": redone_s,
             "recovery_s": recovery_s,

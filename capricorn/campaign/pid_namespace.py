@@ -23,6 +23,7 @@ from capricorn.config.scenario import Scenario
 from capricorn.errors import CapricornError
 from capricorn.launch.interrupts import Interrupts
 from capricorn.launch.launcher import TICK_S, RunListener, launch
+from capricorn.process import PYTHON
 from capricorn.runtime.store.node_store import RUN_PREFIX
 from capricorn.units import Seconds
 
@@ -43,7 +44,7 @@ def launch_as_pid_1(scenario: Scenario, out: Path, listener: RunListener) -> Non
         asked.write_text(scenario.model_dump_json(), encoding="utf-8")
         with said.open("wb") as output:
             process = subprocess.Popen(
-                [*ENTER, "--kill-child", sys.executable, "-m", MODULE, str(asked), str(out)],
+                [*ENTER, "--kill-child", *PYTHON, MODULE, str(asked), str(out)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

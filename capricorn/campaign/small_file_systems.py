@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,10 +18,12 @@ from capricorn.errors import CapricornError
 from capricorn.faults.filler_file import why_not_fill
 from capricorn.sizing.memory import STATE_BYTES_PER_PARAM, needs_of, total_params
 from capricorn.systems.settings import file_settings_of
-from capricorn.units import MIB, Bytes
+from capricorn.units import MIB, Bytes, Seconds
 
 PREFIX, LOCK, MOUNT = "capricorn-small-", "lock", "fs"
 MARGIN_BYTES: Bytes = 8 * MIB
+STARTING_S: Seconds = 10.0
+"""A command has made its lock by then."""
 ROOM = 1.25
 """Size of a file system / what its run needs: enough, and soon full."""
 
@@ -38,7 +42,8 @@ def small_file_system(needed_bytes: Bytes) -> Iterator[Path]:
         try:
             yield _mount(folder / MOUNT, int(ROOM * needed_bytes) + MARGIN_BYTES)
         finally:
-            _remove(folder)
+            with contextlib.suppress(OSError):
+                remove(folder)
 
 
 def needed_bytes(scenario: Scenario) -> Bytes:
@@ -61,13 +66,39 @@ def why_no_mount(needed_bytes: Bytes) -> str:
 
 def remove_leftovers() -> None:
     """Unmounts and removes what commands that were killed have left."""
-    for folder in Path(gettempdir()).glob(f"{PREFIX}*"):
-        try:
-            with (folder / LOCK).open("r") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _remove(folder)
-        except OSError:
-            continue  # of another command that is alive, or of another user
+    for folder, is_live in find_all():
+        if not is_live:
+            with contextlib.suppress(OSError):
+                remove(folder)
+
+
+def find_all() -> list[tuple[Path, bool]]:
+    """Returns the folders of all small file systems, each with whether its command is alive, or another user's."""
+    return [(folder, _is_live(folder)) for folder in sorted(Path(gettempdir()).glob(f"{PREFIX}*"))]
+
+
+def remove(folder: Path) -> None:
+    """Unmounts a file system and removes its folder.
+
+    Raises:
+        OSError: that is not possible.
+    """
+    mount = folder / MOUNT
+    if mount.is_mount():
+        subprocess.run(["umount", "--lazy", str(mount)], capture_output=True, check=False)
+    shutil.rmtree(folder)
+
+
+def _is_live(folder: Path) -> bool:
+    try:
+        with (folder / LOCK).open("r") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        # Killed before it made its lock, unless it is about to.
+        return folder.exists() and time.time() - folder.stat().st_ctime < STARTING_S
+    except OSError:
+        return True
+    return False
 
 
 def _mount(folder: Path, size_bytes: Bytes) -> Path:
@@ -80,10 +111,3 @@ def _mount(folder: Path, size_bytes: Bytes) -> Path:
     if done.returncode:
         raise CapricornError(f"cannot mount a small file system: {done.stderr.strip()}")
     return folder
-
-
-def _remove(folder: Path) -> None:
-    mount = folder / MOUNT
-    if mount.is_mount():
-        subprocess.run(["umount", "--lazy", str(mount)], capture_output=True, check=False)
-    shutil.rmtree(folder, ignore_errors=True)

@@ -17,6 +17,7 @@ from capricorn.config.fields import FrozenModel
 from capricorn.config.scenario import Scenario
 from capricorn.errors import CapricornError
 from capricorn.faults.persisted import num_due
+from capricorn.records.failures import injected
 from capricorn.records.samples import RECOVERY_PHASES, RecoverySample
 from capricorn.systems.registry import find
 from capricorn.systems.settings import settings_of
@@ -81,10 +82,12 @@ def reference_of(outcome: RunOutcome, scenario: Scenario) -> Reference:
     """Returns what the undisturbed run showed.
 
     Raises:
-        CapricornError: it did not come to its end, or some rank left no record.
+        CapricornError: it did not come to its end, some rank left no record, or nothing was persisted that was to be.
     """
     if outcome.failure:
         raise CapricornError(f"the run without failures did not come to its end: {outcome.failure}")
+    if _persisted_nothing(outcome, scenario):
+        raise CapricornError(f"the run without failures persisted none of its checkpoints: {outcome.run_id}")
     ranks, iterations = range(scenario.topology.world_size), range(1, scenario.train.iterations + 1)
     losses = {(s.rank, s.iteration): s.loss.hex() for s in outcome.samples}
     digests = _digests(outcome)
@@ -97,6 +100,14 @@ def reference_of(outcome: RunOutcome, scenario: Scenario) -> Reference:
         digests=tuple(digests[rank] for rank in ranks),
         wall_s=outcome.wall_s,
     )
+
+
+def _persisted_nothing(outcome: RunOutcome, scenario: Scenario) -> bool:
+    """Returns whether checkpoints were to go to the persistent tier, came due, and none of them arrived."""
+    every, is_on = scenario.persist.every, scenario.system.every and find(scenario.system.name).replicates
+    is_due = bool(every and is_on) and scenario.train.iterations >= every
+    num_persisted = sum(each.persisted for each in outcome.samples) + sum(each.persisted for each in outcome.events)
+    return is_due and not num_persisted
 
 
 def difference(ours: Reference, theirs: Reference) -> str:
@@ -151,7 +162,7 @@ def _verdict(
         return _failed(outcome.failure, has_copy=has_copy), outcome.failure
     if divergence := _divergence(outcome, reference):
         return "SILENT_DIVERGENCE", divergence
-    if not any(event.event == "fault" for event in outcome.events):
+    if not injected(outcome.events):
         return "NOT_TRIGGERED", "the moment of the fault did not come"
     for recovery, most in zip(_completed(outcome), allowed, strict=True):
         if recovery.lost_iterations > most:

@@ -6,6 +6,7 @@ Starts nothing; knows no torch and none of the samples that runs record.
 from __future__ import annotations
 
 import fcntl
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import product
@@ -16,9 +17,10 @@ from pydantic import Field
 
 from capricorn.config.fields import FrozenModel
 from capricorn.config.own_code import absolute
-from capricorn.config.resolve import note_older
+from capricorn.config.resolve import canonical_key, note_older
 from capricorn.config.scenario import Scenario
-from capricorn.errors import CapricornError, ConfigError
+from capricorn.errors import ConfigError
+from capricorn.files import named, open_descriptor
 from capricorn.records.samples import RunRecord, read_record, read_run, write_record
 from capricorn.systems.registry import SYSTEMS, find, short_name
 from capricorn.systems.settings import OPTIONS, override
@@ -134,6 +136,11 @@ def _words(fields: Iterable[str]) -> str:
     return ", ".join(sorted(fields)) or "none"
 
 
+def setting_key(assignment: str) -> str:
+    """Returns the whole key of a `key=value` of a variant, as it is spelled today."""
+    return canonical_key(_whole(assignment).partition("=")[0])
+
+
 def _whole(assignment: str) -> str:
     """The setting with its section: `system.options.mu=0.9` for `mu=0.9`."""
     return assignment if "." in assignment.partition("=")[0] else f"{OPTIONS}.{assignment}"
@@ -225,13 +232,14 @@ class CompareRecord(FrozenModel):
         return self.model_copy(update={"comparisons": (*before, comparison, *after)})
 
 
-def read_compare(folder: Path) -> CompareRecord:
-    """Returns the record of a comparison's folder.
+def read_compare(folder: Path, *, goes_on: bool = False) -> CompareRecord:
+    """Returns the record of a comparison's folder; `goes_on` is whether its missing runs are to be made.
 
     Raises:
-        ConfigError: there is none, it is damaged, or it has another schema version.
+        ConfigError: there is none, it is damaged, or a newer version has written what this one cannot read, or would
+            lose.
     """
-    return read_record(folder / COMPARE, CompareRecord, SCHEMA_VERSION, "comparison")
+    return read_record(folder / COMPARE, CompareRecord, SCHEMA_VERSION, "comparison", goes_on=goes_on)
 
 
 def write_compare(folder: Path, record: CompareRecord) -> None:
@@ -240,11 +248,9 @@ def write_compare(folder: Path, record: CompareRecord) -> None:
     Raises:
         CapricornError: there is no room for it.
     """
-    try:
+    with named(f"make {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
-        write_record(folder / COMPARE, record)
-    except OSError as error:
-        raise CapricornError(f"cannot write {folder / COMPARE}: {error.strerror}") from None
+    write_record(folder / COMPARE, record)
 
 
 def is_compare(folder: Path) -> bool:
@@ -259,10 +265,8 @@ def alone_in(folder: Path) -> Iterator[None]:
     Raises:
         ConfigError: another one does, or the folder cannot be written to.
     """
-    try:
-        lock = (folder / LOCK).open("w")
-    except OSError as error:
-        raise ConfigError(f"cannot write {folder / LOCK}: {error.strerror}") from None
+    with named(f"write {folder / LOCK}"):
+        lock = os.fdopen(open_descriptor(folder / LOCK, os.O_RDWR | os.O_CREAT), "w")
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -14,7 +14,7 @@ from capricorn.compare.compare_record import (
     require_same_checkpoints,
     require_same_work,
 )
-from capricorn.compare.measured_run import MeasuredRun, is_checkpointing, loss_faults
+from capricorn.compare.measured_run import MeasuredRun, loss_faults
 from capricorn.compare.paired_ratio import Durations, Interval, Ratio, paired_ratio, unpaired
 from capricorn.config.fields import FrozenModel
 from capricorn.config.scenario import Scenario
@@ -105,7 +105,7 @@ def compare_within(label: str, runs: Runs, scenario: Scenario) -> Comparison:
     losses = loss_faults(sorted(measured, key=lambda run: run.record.system != BASE))
     on_cpu = scenario.cluster.device == "cpu"
     faults = [f"{run.record.run_id}: {run.verdict}" for run in measured if run.verdict != "ok"]
-    faults += [*_unrequested(runs), *(losses if on_cpu else [])]
+    faults += losses if on_cpu else []
     return Comparison(
         label=label,
         mode=measured[0].record.mode if measured else "emulated" if scenario.emulation else "live",
@@ -115,7 +115,13 @@ def compare_within(label: str, runs: Runs, scenario: Scenario) -> Comparison:
         rows=rows,
         runs=tuple(run.record.run_id for run in measured),
         # The order of sums is not fixed on other devices.
-        notes=(*_unknown(runs), *_unrepeated(runs), *_machines(measured), *([] if on_cpu else losses)),
+        notes=(
+            *_unknown(runs),
+            *_unrepeated(runs),
+            *_machines(measured),
+            *_remarks(measured),
+            *([] if on_cpu else losses),
+        ),
     )
 
 
@@ -213,16 +219,6 @@ def _partnerless(runs: Sequence[MeasuredRun | None], others: Runs) -> Iterator[s
 # --- faults and notes of the whole -------------------------------------------------------------------------------
 
 
-def _unrequested(runs: Runs) -> list[str]:
-    """Returns which variants were to checkpoint and never got to it."""
-    return [
-        f"{label} was to make no checkpoint in its {run.record.config.train.iterations} iterations: train longer"
-        for label, each in runs.items()
-        for run in [run for run in each if run][:1]
-        if is_checkpointing(run.record) and not run.summary["requested"]
-    ]
-
-
 def _unknown(runs: Runs) -> list[str]:
     systems = set(map(_system_of, runs))
     unknown = {BASE: "slowdowns are", OURS: "the speedup of Capricorn is"}
@@ -238,6 +234,10 @@ def _unrepeated(runs: Runs) -> list[str]:
 def _machines(runs: Sequence[MeasuredRun]) -> list[str]:
     hosts = sorted({run.record.environment.host for run in runs})
     return [f"runs of several machines: {', '.join(hosts)}"] if len(hosts) > 1 else []
+
+
+def _remarks(runs: Sequence[MeasuredRun]) -> list[str]:
+    return [f"{run.record.run_id}: {note}" for run in runs for note in run.summary["notes"]]
 
 
 def _describe(scenario: Scenario, runs: Sequence[MeasuredRun], num_repeats: int) -> str:

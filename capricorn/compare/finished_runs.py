@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,7 @@ def load_comparisons(paths: Sequence[Path]) -> list[tuple[Comparison, dict[str, 
     runs that tried out settings, and those of a comparison that is named too.
 
     Raises:
-        ConfigError: a folder is neither, or damaged; or nothing is left.
+        ConfigError: a folder is neither, or damaged; a run comes twice, also as a copy; or nothing is left.
     """
     loaded = [
         (comparison, {row.label: [path.resolve().parent / run for run in row.runs] for row in comparison.rows})
@@ -97,13 +97,27 @@ def load_comparisons(paths: Sequence[Path]) -> list[tuple[Comparison, dict[str, 
         for comparison in (compare_planned(path, planned) for planned in read_compare(path).comparisons)
     ]
     theirs = {each.resolve() for _, folders in loaded for runs in folders.values() for each in runs}
-    alone = [path for path in dict.fromkeys(paths) if not is_compare(path) and path.resolve() not in theirs]
-    groups = _by_work({path: read_run(path) for path in alone})
+    alone = [path for path in paths if not is_compare(path) and path.resolve() not in theirs]
+    records = [(path, read_run(path)) for path in alone]
+    compared = [(each, each.name) for _, folders in loaded for runs in folders.values() for each in runs]
+    require_distinct([*compared, *((path, record.run_id) for path, record in records)])
+    groups = _by_work(dict(records))
     loaded += [(compare_runs("", runs), runs) for runs in map(_by_variant, groups)]
     found = [(comparison, folders) for comparison, folders in loaded if comparison.runs]
     if not found:
         raise ConfigError(f"there is no finished run to compare in {', '.join(map(str, paths))}")
     return found
+
+
+def require_distinct(runs: Iterable[tuple[Path, str]]) -> None:
+    """Raises ConfigError if two of the folders hold the same run, by its id: a copy is no repeat."""
+    seen: dict[str, Path] = {}
+    for path, run_id in runs:
+        if run_id in seen:
+            raise ConfigError(
+                f"{seen[run_id]} and {path} are the same run, {run_id}: name it once; a copy is no repeat"
+            )
+        seen[run_id] = path
 
 
 def ratio_of(run: Path, base: Path) -> Ratio:

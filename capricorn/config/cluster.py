@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import Annotated, Literal, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from capricorn.config.fields import ByteRate, FrozenModel, Option, check
+from capricorn.config.fields import ByteRate, Option, PathPart, SettingsModel, check
 from capricorn.errors import ConfigError
 from capricorn.units import BytesPerSecond, Seconds, count_noun
 
@@ -31,14 +31,16 @@ STORAGES: dict[str, tuple[BytesPerSecond, BytesPerSecond | None]] = {
 
 
 FAILURE_DOMAINS = frozenset({"name", "nodes", "ranks_per_node", "device"})
-_DESCRIPTION = frozenset({
+HARDWARE = frozenset({
     "accelerator", "flops_per_s", "devices_per_node", "mfu", "link_bytes_per_s", "link_efficiency", "rho",
     "iteration_s", "moe_layers",
 })  # fmt: skip
 """What describes hardware and how it is scaled, and means nothing where durations are given."""
+MEASURED = frozenset({"attention_s", "expert_s", "head_s"})
+"""The durations that are given of a cluster that was measured."""
 
 
-class ClusterConfig(FrozenModel):
+class ClusterConfig(SettingsModel):
     """Failure domains, and the cluster they are a scale model of.
 
     `local` runs the nodes as process groups on this machine, one torchrun agent each, with nothing modelled. Any other
@@ -47,9 +49,7 @@ class ClusterConfig(FrozenModel):
     which the model runs as it is.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    name: Annotated[str, Option("--cluster", "Place", "CLUSTER")] = Field(
+    name: Annotated[PathPart, Option("--cluster", "Place", "CLUSTER")] = Field(
         default=LOCAL,
         description="Run on this machine as it is (local), or on a scale model of a cluster: a preset of "
         "`list clusters`, or a TOML file",
@@ -145,9 +145,9 @@ class ClusterConfig(FrozenModel):
             f"cluster {self.name} needs accelerator and link_bytes_per_s, or attention_s and expert_s",
         )
         if self.is_measured:
-            self._refuse(_DESCRIPTION, "its durations are given")
+            self._refuse(HARDWARE, "its durations are given")
         else:
-            self._refuse({"attention_s", "expert_s", "head_s"}, "give both attention_s and expert_s, or neither")
+            self._refuse(MEASURED, "give both attention_s and expert_s, or neither")
         return self
 
     def _refuse(self, keys: Set[str], reason: str) -> None:
@@ -164,7 +164,7 @@ MIN_GATE_FRAC = 0.5
 where it sorts and counts on the CPU. Their sum, which is the span a checkpoint can use, stays as modelled."""
 
 
-class Pace(FrozenModel):
+class Pace(SettingsModel):
     """Modelled duration of each compute op of the scale model, forward; backward takes twice as long."""
 
     attention_s: Seconds
@@ -188,7 +188,7 @@ class Pace(FrozenModel):
         return self.attention_s + self.gate_s - self.moe_gate_s
 
 
-class IterationTimes(FrozenModel):
+class IterationTimes(SettingsModel):
     """Seconds of one iteration on one node, at balanced expert loads."""
 
     compute_s: Seconds

@@ -6,19 +6,21 @@ Pure values. A record that names a kind of one's own is read without running any
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from pydantic import Field, model_validator
 
 from capricorn.config.fault_kinds import DISK, KINDS, FaultKind, Target, kind_of
-from capricorn.config.fields import FrozenModel, check, validate
+from capricorn.config.fields import SettingsModel, check, validate
 from capricorn.config.own_code import absolute
 from capricorn.errors import ConfigError
 from capricorn.hooks import parse_moment
 from capricorn.units import Seconds
 
+MAX_SECONDS: Final[Seconds] = 1e9
 
-class FaultSpec(FrozenModel):
+
+class FaultSpec(SettingsModel):
     """One fault: what, to whom, in which iteration, at which moment."""
 
     kind: str
@@ -27,7 +29,7 @@ class FaultSpec(FrozenModel):
     node: int | None = Field(default=None, ge=0)
     op: str = "before_update"
     where: str = ""
-    seconds: Seconds | None = Field(default=None, ge=0)
+    seconds: Seconds | None = Field(default=None, ge=0, le=MAX_SECONDS, allow_inf_nan=False)
     call: int | None = Field(default=None, gt=0)
 
     @model_validator(mode="before")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from capricorn.errors import ConfigError
 from capricorn.units import parse_bytes, parse_rate
@@ -32,11 +32,61 @@ ByteCount = Annotated[int, BeforeValidator(_read_bytes)]
 ByteRate = Annotated[float, BeforeValidator(_read_rate)]
 """Bytes a second, also as people write them: `200Mbit`, `5GB/s`."""
 
+MIN_TIMEOUT_S: Final = 0.05
+"""A shorter wait is over before a healthy peer could answer, and some of those who wait round it to none at all."""
+MAX_TIMEOUT_S: Final = 7 * 24 * 3600.0
+Timeout = Annotated[float, Field(ge=MIN_TIMEOUT_S, le=MAX_TIMEOUT_S, allow_inf_nan=False)]
+"""Seconds that somebody waits at most: never none, and never without end."""
+
+MAX_NAME_BYTES: Final = 64
+"""A run's folders bear the names of its system and its model, a time and more, and a file system takes 255 bytes."""
+
+
+def why_no_path_part(text: str) -> str:
+    """Returns why the text cannot be part of the name of a file; nothing if it can."""
+    if not text:
+        return "is empty"
+    if "/" in text:
+        return "has a slash"
+    if text[0] in ".-":
+        return f"begins with {text[0]!r}"
+    if any("\ud800" <= char <= "\udfff" for char in text):
+        return "is not UTF-8"
+    if not text.isprintable():
+        return "has characters that cannot be printed"
+    if text != text.strip():
+        return "begins or ends with a space"
+    if len(text.encode()) > MAX_NAME_BYTES:
+        return f"is longer than {MAX_NAME_BYTES} bytes"
+    return ""
+
+
+def check_path_part(text: str, what: str) -> None:
+    """Raises ConfigError if the text, which is called `what`, cannot be part of the name of a file."""
+    if reason := why_no_path_part(text):
+        raise ConfigError(f"{what} {text!r} {reason}, and folders bear it: use letters, digits, dots and dashes")
+
+
+def _path_part(text: str) -> str:
+    if reason := why_no_path_part(text):
+        raise ValueError(f"{reason}, and folders bear this name: use letters, digits, dots and dashes")
+    return text
+
+
+PathPart = Annotated[str, AfterValidator(_path_part)]
+"""A name that becomes part of the names of files and folders."""
+
 
 class FrozenModel(BaseModel):
-    """A value that cannot be changed and accepts no unknown field."""
+    """A value that cannot be changed and accepts no unknown field; in JSON, numbers that are not finite are texts."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+
+class SettingsModel(FrozenModel):
+    """Settings that somebody chose, or what was computed from them: every number of them is finite."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
 
 
 @dataclass(frozen=True, slots=True)

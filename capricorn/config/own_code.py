@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from capricorn.errors import ConfigError
+from capricorn.files import check_regular
 
 
 def is_own(name: str) -> bool:
@@ -57,7 +58,10 @@ def load_own(name: str, is_wanted: Callable[[object], bool] | None = None) -> An
 def _run(name: str, place: str) -> ModuleType:
     _search(Path.cwd())
     try:
-        return _run_file(Path(place)) if place.endswith(".py") else import_module(place)
+        if not place.endswith(".py"):
+            return import_module(place)
+        check_regular(Path(place))
+        return _run_file(Path(place))
     except (Exception, SystemExit) as error:  # whatever the module raises is its author's mistake
         raise ConfigError(f"cannot load {name!r}: {type(error).__name__}: {' '.join(str(error).split())}") from error
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Literal, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from capricorn.config.fields import ByteCount, FrozenModel
+from capricorn.config.fields import ByteCount, SettingsModel
 from capricorn.errors import unknown_name
 from capricorn.units import GIB, KIB
 
@@ -16,10 +16,8 @@ RHO_RANGE = (0.001, 1000.0)
 """Transfer time of a checkpoint / idle time, as far as a replay makes sense of it."""
 
 
-class PlannerConfig(FrozenModel):
+class PlannerConfig(SettingsModel):
     """How the system `capricorn` plans what it sends when."""
-
-    model_config = ConfigDict(allow_inf_nan=False)
 
     spans: Literal["load", "layer", "global", "none"] = Field(
         default="load",

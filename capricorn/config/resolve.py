@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import difflib
 import re
-import sys
 import tomllib
 from collections.abc import Iterable, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,7 +13,8 @@ from capricorn.config.cluster import LOCAL
 from capricorn.config.fields import validate
 from capricorn.config.presets import CLUSTERS, MODELS
 from capricorn.config.scenario import MOVED_SECTIONS, ModelConfig, Scenario
-from capricorn.errors import ConfigError, unknown_name
+from capricorn.errors import ConfigError, note_once, unknown_name
+from capricorn.files import read_text
 
 SEE: Final = "see capricorn-bench list settings"
 RENAMED: Final[Mapping[str, str]] = {"system.give_way": "system.idle_priority"}
@@ -59,7 +58,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         ConfigError: it cannot be read or is not TOML.
     """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(read_text(path))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -93,7 +92,7 @@ def note_older(assignments: Iterable[str]) -> None:
     """Says on stderr, once in a process, which keys that a user has written are spelled otherwise now."""
     for key in (assignment.partition("=")[0] for assignment in assignments):
         if canonical_key(key) != key:
-            _note_once(key)
+            note_once(f"{key} is now {canonical_key(key)}")
 
 
 def assign(scenario: Scenario, assignments: Iterable[str]) -> Scenario:
@@ -124,8 +123,3 @@ def assign(scenario: Scenario, assignments: Iterable[str]) -> Scenario:
             raise ConfigError(f"--set {assignment!r}: name one of them, as in {OPTIONS}KEY=VALUE")
         tree[section][field] = value
     return validate(Scenario, tree, "--set", lax=True)
-
-
-@cache
-def _note_once(key: str) -> None:
-    print(f"note: {key} is now {canonical_key(key)}", file=sys.stderr)

@@ -11,9 +11,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from capricorn.config.cluster import ClusterConfig, IterationTimes, Pace
+from capricorn.config.endpoint import parse_endpoint
 from capricorn.config.fault_kinds import KINDS, NO_LINKS
 from capricorn.config.fault_spec import FaultSpec
-from capricorn.config.fields import ByteCount, FrozenModel, Option, check
+from capricorn.config.fields import MAX_TIMEOUT_S, ByteCount, Option, PathPart, SettingsModel, Timeout, check
 from capricorn.config.planner import PlannerConfig
 from capricorn.hooks import DIRECTIONS, MOMENTS, NO_LAYER, OpKey, matches_op
 from capricorn.topology import Topology, expert_split
@@ -22,16 +23,18 @@ from capricorn.units import KIB, BytesPerSecond
 ROUTER = "router"
 MOVED_SECTIONS = ("gemini", "storage", "torchsnapshot", "dcp")
 """Sections of version 0.1 that held settings of some systems."""
+MIN_FROZEN_S = 0.5
+"""Twice the time between two heartbeats."""
 
 
-class ModelConfig(FrozenModel):
+class ModelConfig(SettingsModel):
     """A decoder-only MoE transformer and the batch each rank trains it on.
 
     Family `mixtral`: RMSNorm, RoPE, grouped-query or latent attention, SwiGLU experts (3 matrices), dropless routing.
     Family `gpt-moe`: the GPT-2 block with fairscale's capacity-bound MOELayer (2 matrices an expert, top-2).
     """
 
-    name: str = Field(description="Name that runs of it go by")
+    name: PathPart = Field(description="Name that runs of it go by")
     family: Literal["mixtral", "gpt-moe"] = Field(description="Kind of block and of routing")
     num_layers: int = Field(gt=0, description="Transformer layers")
     hidden: int = Field(gt=0, description="Width between layers")
@@ -82,7 +85,7 @@ class ModelConfig(FrozenModel):
         return layer >= self.num_dense_layers and (layer + 1) % self.moe_every == 0
 
 
-class Emulation(FrozenModel):
+class Emulation(SettingsModel):
     """The scale model as computed: what it stands for, by what factors, and what it comes to."""
 
     target: ModelConfig | None
@@ -106,7 +109,7 @@ class Emulation(FrozenModel):
         return self.here.rho
 
 
-class LoadsConfig(FrozenModel):
+class LoadsConfig(SettingsModel):
     """Where the loads of the experts come from: the router, a phase of the synthetic generator, or a trace file."""
 
     source: Annotated[str, Option("--loads", "What", "LOADS")] = Field(
@@ -117,7 +120,7 @@ class LoadsConfig(FrozenModel):
     first: int = Field(default=1, gt=0, le=100_000, description="Iteration of the phase or trace to start at")
 
 
-class TrainConfig(FrozenModel):
+class TrainConfig(SettingsModel):
     """How long and with what recipe the model trains; the schedule does not depend on `iterations`."""
 
     iterations: Annotated[int, Option("--iterations", "Work", "N")] = Field(
@@ -153,7 +156,7 @@ class TrainConfig(FrozenModel):
         return self
 
 
-class DataConfig(FrozenModel):
+class DataConfig(SettingsModel):
     """Text to train on: `stdlib` (the sources of the interpreter's standard library) or a file or folder.
 
     Of more than 16 MiB only the first are read, which is many epochs of a benchmark.
@@ -164,7 +167,7 @@ class DataConfig(FrozenModel):
     )
 
 
-class SystemConfig(FrozenModel):
+class SystemConfig(SettingsModel):
     """A checkpointing system and its settings."""
 
     name: Annotated[str, Option("--system", "What", "SYSTEM")] = Field(
@@ -193,7 +196,7 @@ class SystemConfig(FrozenModel):
     idle_priority: bool = Field(
         default=True, description="Run checkpoint traffic at SCHED_IDLE: on CPU time that nobody else wants"
     )
-    timeout_s: float = Field(default=30.0, gt=0, description="Seconds to wait at most for a peer")
+    timeout_s: Timeout = Field(default=30.0, description="Seconds to wait at most for a peer")
     max_lost: int = Field(
         default=1,
         ge=1,
@@ -210,7 +213,7 @@ class SystemConfig(FrozenModel):
         return {"idle_priority" if key == "give_way" else key: value for key, value in values.items()}
 
 
-class PersistConfig(FrozenModel):
+class PersistConfig(SettingsModel):
     """The persistent tier of the systems that replicate: which of their checkpoints it gets, and where it lies."""
 
     every: Annotated[int, Option("--persist-every", "Checkpoints", "N")] = Field(
@@ -222,10 +225,10 @@ class PersistConfig(FrozenModel):
         "persistent/ of the run)",
     )
     keep: int = Field(default=2, ge=2, description="Complete checkpoints that are kept on disk")
-    timeout_s: float = Field(default=60.0, gt=0, description="Seconds to wait at most for the writers of other ranks")
+    timeout_s: Timeout = Field(default=60.0, description="Seconds to wait at most for the writers of other ranks")
 
 
-class StoreConfig(FrozenModel):
+class StoreConfig(SettingsModel):
     """Where the memory store lives."""
 
     root: str = Field(default="/dev/shm", description="Folder of the memory stores, on a tmpfs")
@@ -239,7 +242,7 @@ def _current_restart(value: Any) -> Any:
     return "fork-server" if value == "warm" else value
 
 
-class LaunchConfig(FrozenModel):
+class LaunchConfig(SettingsModel):
     """What is passed through to torchrun; `nnodes` > 0 means real machines, this one being `node_rank`."""
 
     nnodes: Annotated[int, Option("--nnodes", "Machines", "N")] = Field(
@@ -256,12 +259,19 @@ class LaunchConfig(FrozenModel):
         default="fork-server",
         description="Who starts the ranks, and again: a process that has torch imported and forks them, or torchrun",
     )
-    frozen_s: float = Field(default=2.5, gt=0, description="Seconds of silence after which a process counts as hung")
+    frozen_s: float = Field(
+        default=2.5,
+        ge=MIN_FROZEN_S,
+        le=MAX_TIMEOUT_S,
+        allow_inf_nan=False,
+        description="Seconds of silence after which a process counts as hung",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.nnodes:
-            check(":" in self.rdzv_endpoint, "--nnodes needs --rdzv-endpoint HOST:PORT")
+            check(bool(self.rdzv_endpoint), "--nnodes needs --rdzv-endpoint HOST:PORT")
+            parse_endpoint(self.rdzv_endpoint, "--rdzv-endpoint")
             check(self.node_rank < self.nnodes, f"--node-rank {self.node_rank} is not below --nnodes {self.nnodes}")
         return self
 
@@ -271,7 +281,7 @@ class LaunchConfig(FrozenModel):
         return self.restart == "torchrun" or self.nnodes > 0
 
 
-class Scenario(FrozenModel):
+class Scenario(SettingsModel):
     """All that defines a run; stored resolved in its record."""
 
     model: Annotated[ModelConfig, Option("--model", "What", "MODEL", written="mixtral-small")] = Field(

@@ -85,9 +85,10 @@ class _Attempt:
         self._run, self._subject, self._folder, self._results = run, subject, folder, results
         self._pids: list[int] = []
         self._statuses: dict[int, int] = {}
+        server = os.getpid()
         for rank in range(NUM_RANKS):
             if (pid := os.fork()) == 0:
-                self._become(rank)
+                self._become(rank, server)
             self._pids.append(pid)
 
     def wait(self, deadline_s: Seconds) -> list[int]:
@@ -156,10 +157,10 @@ class _Attempt:
                 return
             self._statuses[pid] = status
 
-    def _become(self, rank: int) -> None:
+    def _become(self, rank: int, server: int) -> None:
         """Turns a forked process into a rank, and kills it when that has ended, as no clean-up must follow."""
         try:
-            die_with_parent()
+            die_with_parent(server)
             self._redirect(rank)
             faulthandler.register(signal.SIGUSR1, (self._results / f"place{rank}").open("w"), all_threads=False)
             with (self._results / f"rank{rank}").open("a", buffering=1) as out:

@@ -5,12 +5,12 @@ Knows no torch; what the ranks do is a generator that tells facts as it goes on,
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +18,15 @@ from typing import Any, Final, Self
 
 from capricorn.conformance.subject import SystemUnderTest
 from capricorn.errors import CapricornError
+from capricorn.process import PYTHON, AwakeClock, is_stopped, kill_child, thread_states
 from capricorn.units import Seconds
 
 START_TIMEOUT_S: Final[Seconds] = 120.0
 """For the imports of the server and of a system."""
 STOP_TIMEOUT_S: Final[Seconds] = 20.0
 DEADLINE_S: Final[Seconds] = 60.0
+STOPPED_S: Final[Seconds] = 3.0
+"""How long the server may be stopped while it owes an answer."""
 POLL_S: Final[Seconds] = 0.2
 
 
@@ -77,7 +80,7 @@ class AttemptServer:
         self._check, self._received = check, b""
         path = os.pathsep.join(place or os.getcwd() for place in sys.path)
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "capricorn.conformance.attempt_server", str(os.getpid())],
+            [*PYTHON, "capricorn.conformance.attempt_server", str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -132,11 +135,9 @@ class AttemptServer:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
-        try:
-            self._process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(0 if is_stopped(thread_states(self._process.pid)) else STOP_TIMEOUT_S)
+        kill_child(self._process, "the process that forks the ranks of the test")
         self._process.stdout.close()
 
     def _ask(self, request: str, timeout_s: Seconds) -> bytes:
@@ -148,10 +149,12 @@ class AttemptServer:
             self._process.stdin.write(request.encode())
         except BrokenPipeError:
             raise ended from None
-        end_s = time.monotonic() + timeout_s
+        awake, ran_s = AwakeClock(2 * POLL_S), 0.0
         while b"\n" not in self._received:
             self._check()
-            if time.monotonic() > end_s:
+            if not is_stopped(thread_states(self._process.pid)):
+                ran_s = awake()
+            if awake() > timeout_s or awake() - ran_s > STOPPED_S:
                 raise ended
             if select.select([self._process.stdout], [], [], POLL_S)[0]:
                 received = self._process.stdout.read(1 << 16)

@@ -29,13 +29,14 @@ def train_and_be_killed(rank: int, folder: Path, subject: SystemUnderTest) -> It
     toy = ToyRank(subject, rank, folder)
     system = toy.system
     yield {"before": toy.restore()}
-    last = system.first_iteration + NUM_SAVES - 1
+    first = max(1, system.first_iteration)
+    last = first + NUM_SAVES - 1
     changed, latest = [], []
     for iteration in range(1, last + 1):
         changed += toy.train(iteration, iteration)
         latest.append(system.latest_complete() or 0)
     toy.update(last + 1)
-    yield {"changed": changed, "latest_by_iteration": latest, "saved": list(range(system.first_iteration, last + 1))}
+    yield {"changed": changed, "latest_by_iteration": latest, "saved": list(range(first, last + 1))}
     system.drain(PATIENCE * subject.timeout_s)
     yield {
         "completed": system.take_completed(),
@@ -82,7 +83,7 @@ def lose_peer(rank: int, folder: Path, subject: SystemUnderTest, how: int) -> It
     """
     toy = ToyRank(subject, rank, folder)
     system = toy.system
-    last = system.first_iteration + NUM_SAVES - 2
+    last = max(1, system.first_iteration) + NUM_SAVES - 2
     toy.train(1, last)
     yield {"last": last}
     if rank == LOST_RANK:

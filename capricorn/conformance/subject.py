@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from pydantic import Field
 
-from capricorn.config.fields import FrozenModel, check, validate
+from capricorn.config.fields import FrozenModel, Timeout, check, validate
 from capricorn.config.own_code import absolute
 from capricorn.systems.registry import find, short_name
 from capricorn.units import Seconds
@@ -28,7 +28,7 @@ class SystemUnderTest(FrozenModel):
     without: tuple[str, ...] = ()
     """Tensors of the toy job that it cannot keep."""
     large: int = LARGE
-    timeout_s: Seconds = 5.0
+    timeout_s: Timeout = 5.0
     """Deadline of every wait on a peer."""
 
     @property
@@ -55,4 +55,4 @@ class SystemUnderTest(FrozenModel):
 def under_test(system: str, **changes: Any) -> SystemUnderTest:
     """Sets a system up as it is tested, except for what is changed."""
     name = absolute(system)
-    return SystemUnderTest.model_validate({"system": name} | dict(find(name).toy) | changes)
+    return validate(SystemUnderTest, {"system": name} | dict(find(name).toy) | changes, f"check-system {name}")

@@ -20,19 +20,28 @@ from capricorn.emulation.fabric import BUILT, FabricError, Shape
 from capricorn.emulation.namespaces import enter, new_net, new_user
 from capricorn.emulation.shaping import INTERFACE, SWITCH_ADDRESS, node_links, port, shaping, switch_links
 from capricorn.process import die_with_parent
+from capricorn.units import Seconds
 
 BACKLOG: Final = 256
+TOOL_TIMEOUT_S: Final[Seconds] = 15.0
+"""For all lines of a script together."""
 FAIR: Final = ("cubic", "reno")
 """Congestion control by which senders on one link get equal shares; Linux has it by default."""
 
 
 def main() -> None:
-    """Sends the descriptors of the request argv[2] over the socket argv[1], or else one line that says what failed."""
-    die_with_parent()
-    channel = socket.socket(fileno=int(sys.argv[1]))
-    request = json.loads(sys.argv[2])
+    """Sends the descriptors of the request argv[3] over the socket argv[2], or else one line that says what failed.
+
+    argv[1] is the parent.
+    """
+    parent = int(sys.argv[1])
+    die_with_parent(parent)
+    channel = socket.socket(fileno=int(sys.argv[2]))
+    request = json.loads(sys.argv[3])
     try:
-        fds = _build(Shape(**request["shape"]), unprivileged=request["unprivileged"])
+        user = [new_user()] if request["unprivileged"] else []
+        die_with_parent(parent)  # once more, as a new user namespace undoes it
+        fds = [*user, *_build(Shape(**request["shape"]))]
     except OSError as error:
         channel.send(": ".join(filter(None, [error.filename, error.strerror])).encode())
     except FabricError as error:
@@ -41,9 +50,8 @@ def main() -> None:
         socket.send_fds(channel, [BUILT], fds)
 
 
-def _build(shape: Shape, *, unprivileged: bool) -> list[int]:
-    """Returns the descriptors of the user namespace if there is one, the switch, the nodes, and a listening socket."""
-    user = [new_user()] if unprivileged else []
+def _build(shape: Shape) -> list[int]:
+    """Returns the descriptors of the switch, the nodes, and a listening socket."""
     switch, *nodes = [_new_place() for _ in range(1 + shape.num_nodes)]
     enter(switch)
     run_batch("ip", switch_links(nodes), nodes)
@@ -53,7 +61,7 @@ def _build(shape: Shape, *, unprivileged: bool) -> list[int]:
         enter(fd)
         run_batch("ip", node_links(node))
         run_batch("tc", shaping(INTERFACE, shape.bytes_per_s, qos=shape.qos))
-    return [*user, switch, *nodes, listener.detach()]
+    return [switch, *nodes, listener.detach()]
 
 
 def _new_place() -> int:
@@ -74,14 +82,18 @@ def run_batch(tool: str, script: str, fds: Sequence[int] = ()) -> None:
     """Runs the script in the namespace this process is in.
 
     Raises:
-        FabricError: one of its lines failed, or the tool is not installed.
+        FabricError: one of its lines failed, it took too long, or the tool is not installed.
     """
     path = shutil.which(tool) or shutil.which(tool, path="/usr/sbin:/sbin")  # often not on the path of a user
     if path is None:
         raise FabricError(f"no {tool} found, install iproute2")
-    done = subprocess.run(
-        [path, "-batch", "-"], input=script, capture_output=True, text=True, pass_fds=fds, check=False
-    )
+    command = [path, "-batch", "-"]
+    try:
+        done = subprocess.run(
+            command, input=script, capture_output=True, text=True, pass_fds=fds, timeout=TOOL_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise FabricError(f"{tool} is not done within {TOOL_TIMEOUT_S:g} s") from None
     if done.returncode:
         raise FabricError(_describe_failure(tool, script, done.stderr))
 

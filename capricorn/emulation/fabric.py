@@ -11,13 +11,13 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Final
 
 from capricorn.emulation.shaping import INTERFACE, node_address
 from capricorn.errors import CapricornError
+from capricorn.process import PYTHON, kill_child
 from capricorn.units import BytesPerSecond, Seconds
 
 BUILD_TIMEOUT_S: Seconds = 10.0
@@ -43,10 +43,11 @@ class Shape:
 class NamespaceEntry:
     """The way of a process into the namespaces of a node or of the switch; by default it stays where the launcher is.
 
-    A command is `[*prefix, MODULE, *ARGS]`, started with `pass_fds`.
+    A command is `[*prefix, MODULE, *ARGS]`, started with `pass_fds` by the process that made the entry, with whose end
+    it ends.
     """
 
-    prefix: tuple[str, ...] = (sys.executable, "-m")
+    prefix: tuple[str, ...] = PYTHON
     pass_fds: tuple[int, ...] = ()
 
 
@@ -78,7 +79,7 @@ class Fabric:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours, theirs:
             builder = subprocess.Popen(
-                [sys.executable, "-m", "capricorn.emulation.builder", str(theirs.fileno()), request],
+                [*PYTHON, "capricorn.emulation.builder", str(os.getpid()), str(theirs.fileno()), request],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
@@ -92,7 +93,7 @@ class Fabric:
                 # It has sent all it will, or must stop now, together with the tool it waits for.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(builder.pid, signal.SIGKILL)
-                builder.wait()
+                kill_child(builder, "the builder of the network")
         return cls(shape, fds)
 
     def address(self, node: int) -> str:
@@ -112,7 +113,8 @@ class Fabric:
 
     def _entry(self, net: int) -> NamespaceEntry:
         fds = (*self._user, net)
-        return NamespaceEntry((sys.executable, "-m", "capricorn.emulation.inside", ",".join(map(str, fds))), fds)
+        inside = ("capricorn.emulation.inside", str(os.getpid()), ",".join(map(str, fds)))
+        return NamespaceEntry((*PYTHON, *inside), fds)
 
 
 def _receive(channel: socket.socket, num_fds: int) -> list[int]:

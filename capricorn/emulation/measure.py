@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import subprocess
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from capricorn.emulation.fabric import FabricError, NamespaceEntry
+from capricorn.process import kill_child
 from capricorn.records.samples import LinkSample
 from capricorn.units import Seconds
 
@@ -66,7 +68,7 @@ class _ProbeProcess:
         self._answers = self._channel.makefile("r", encoding="utf-8")
         with theirs:
             self._process = subprocess.Popen(
-                [*entry.prefix, "capricorn.emulation.probe", *arguments],
+                [*entry.prefix, "capricorn.emulation.probe", str(os.getpid()), *arguments],
                 stdin=theirs.fileno(),
                 stdout=theirs.fileno(),
                 stderr=self._errors,
@@ -102,8 +104,7 @@ class _ProbeProcess:
             file.close()
 
     def _kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        kill_child(self._process, f"the probe on node {self._node}")
 
 
 def _ask_all(peers: Sequence[_ProbeProcess], questions: Sequence[str]) -> list[float]:

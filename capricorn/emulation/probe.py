@@ -146,13 +146,14 @@ def _arrival_rate(connection: socket.socket) -> BytesPerSecond:
 
 def main() -> None:
     """Answers each question on standard input, a method of `RingProbe` and its arguments, with one line of JSON."""
-    die_with_parent()
     parser = argparse.ArgumentParser()
+    parser.add_argument("parent", type=int)
     parser.add_argument("node", type=int)
     parser.add_argument("num_nodes", type=int)
     parser.add_argument("address")
     parser.add_argument("--links", type=Path)
     arguments = parser.parse_args()
+    die_with_parent(arguments.parent)
     probe = RingProbe(arguments.node, arguments.num_nodes, arguments.address, arguments.links)
     for line in sys.stdin:
         question, *rest = line.split()

@@ -54,8 +54,16 @@ class Loopback:
     interface = "lo"
 
     def __init__(self) -> None:
+        """Listens at once.
+
+        Raises:
+            ConfigError: the loopback is down.
+        """
         # It listens before any process starts, so no port can be taken in between and no agent comes too early.
-        self.listener = socket.create_server(("127.0.0.1", 0), backlog=256)
+        try:
+            self.listener = socket.create_server(("127.0.0.1", 0), backlog=256)
+        except OSError as error:
+            raise ConfigError(f"this machine's loopback carries nothing: {error.strerror}; ip link set lo up") from None
 
     def address(self, node: int) -> str:
         return loopback_address(node)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import stat
 from pathlib import Path
 from typing import Final
 
@@ -11,6 +13,8 @@ from capricorn.errors import ConfigError
 from capricorn.units import GIB, MIB, format_bytes
 
 FILLER: Final = "filler"
+NOTES: Final = "fillers"
+"""The file in the store of a run that names, before it is made, each filler file that lies elsewhere."""
 MAX_BYTES: Final = GIB
 """A file system of this size or more is not filled."""
 
@@ -18,8 +22,8 @@ MAX_BYTES: Final = GIB
 def why_not_fill(folder: Path) -> str:
     """Returns why the file system of a folder, which need not exist yet, may not be filled; nothing if it may."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    stat = os.statvfs(there)
-    size = stat.f_blocks * stat.f_frsize
+    facts = os.statvfs(there)
+    size = facts.f_blocks * facts.f_frsize
     if size == 0:
         return f"the file system of {there} has no limit; mount a small tmpfs and put it there"
     if size < MAX_BYTES:
@@ -48,6 +52,24 @@ def fill(folder: Path) -> None:
 def empty(folder: Path) -> None:
     """Removes the filler file again."""
     (folder / FILLER).unlink(missing_ok=True)
+
+
+def note(store_dir: Path, folder: Path) -> None:
+    """Notes in the store that a filler file is to come in that folder, so that it is found if the run is killed."""
+    with (store_dir / NOTES).open("a", encoding="utf-8") as notes:
+        notes.write(json.dumps(str(folder / FILLER)) + "\n")
+
+
+def noted(store_dir: Path) -> list[Path]:
+    """Returns the filler files that a run of this user has noted in its store."""
+    notes = store_dir / NOTES
+    try:
+        if not stat.S_ISREG((facts := notes.lstat()).st_mode) or facts.st_uid != os.geteuid():
+            return []
+        paths = [Path(json.loads(line)) for line in notes.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError, TypeError):  # none, or torn off by the kill
+        return []
+    return [path for path in dict.fromkeys(paths) if path.is_absolute() and path.name == FILLER]
 
 
 def _claim(fd: int, offset: int, num_bytes: int) -> bool:

@@ -9,12 +9,12 @@ import contextlib
 import json
 import signal
 import subprocess
-import sys
 from typing import Final
 
 import psutil
 
 from capricorn.faults.process_registry import ProcessName
+from capricorn.process import PYTHON
 from capricorn.records.job_file import Job
 from capricorn.units import Seconds
 
@@ -26,7 +26,7 @@ END_TIMEOUT_S: Final[Seconds] = 10.0
 def start_helper(job: Job, module: str, *arguments: str) -> None:
     """Starts a module with the file of the launcher's lock as argv[1]; returns when it has said a word."""
     helper = subprocess.Popen(
-        [sys.executable, "-m", module, str(job.store_dir / "lock"), *arguments],
+        [*PYTHON, module, str(job.store_dir / "lock"), *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         start_new_session=True,

@@ -31,6 +31,7 @@ from capricorn.faults.helper_process import start_helper
 from capricorn.faults.persisted import persistent_folders
 from capricorn.faults.process_registry import processes_below, registered
 from capricorn.planner.placement import groups_of
+from capricorn.process import deferred_sigterm
 from capricorn.units import Seconds
 
 FOR_GOOD_S: Final[Seconds] = 1e7
@@ -46,11 +47,8 @@ def inject(fault: FaultSpec, context: FaultContext) -> None:
     """Makes the fault happen; many kinds do not return."""
     act = kind_of(fault.kind).inject or INJECTIONS[fault.kind]
     # Whoever hears of the first thing that dies may end this process before it has come to the last.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    try:
+    with deferred_sigterm():
         act(fault, context)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # --- processes ---------------------------------------------------------------------------------------------------
@@ -195,7 +193,9 @@ def _fill_memory(fault: FaultSpec, context: FaultContext) -> None:
 
 
 def _fill_disk(fault: FaultSpec, context: FaultContext) -> None:
-    filler_file.fill(persistent_folders(context.job)[0])
+    folder = persistent_folders(context.job)[0]
+    filler_file.note(context.job.store_dir, folder)
+    filler_file.fill(folder)
 
 
 def _fill_records(fault: FaultSpec, context: FaultContext) -> None:

@@ -6,7 +6,6 @@ Knows when and who acts; what a fault does is told in `inject`, and the life of 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -16,8 +15,9 @@ from capricorn.faults.context import FaultContext
 from capricorn.faults.inject import inject, prepare
 from capricorn.faults.persisted import PersistedWait, persisted_in
 from capricorn.hooks import OpKey, TrainerHook, matches_op
+from capricorn.process import deferred_sigterm
 from capricorn.records.job_file import FAULTS, Job
-from capricorn.records.samples import EVENTS, EventSample, append
+from capricorn.records.samples import EVENTS, EventName, EventSample, append
 from capricorn.systems.interface import PacedRoute
 from capricorn.topology import Topology
 
@@ -79,16 +79,28 @@ class FaultInjector(TrainerHook):
                 self._inject(index, fault)
 
     def _inject(self, index: int, fault: FaultSpec) -> None:
+        # Who is told to end meanwhile ends after it: a fault that is in the record has happened.
+        with deferred_sigterm():
+            self._inject_once(index, fault)
+
+    def _inject_once(self, index: int, fault: FaultSpec) -> None:
         if not self._claim(index):
             return  # it was injected in an earlier attempt
         # Nodes that are lost at the same moment are lost together: whoever comes first takes the others along.
         others = [each for number, each in enumerate(self._job.scenario.faults) if _is_lost_with(each, fault)
                   and number != index and self._claim(number)]  # fmt: skip
         prepare(fault, self._context)
-        for each in (*others, fault):
-            self._tell(each)
-        for each in (*others, fault):
-            inject(each, self._context)
+        ahead = [*others, fault]
+        for each in ahead:
+            self._tell("fault", each)
+        try:
+            while ahead:
+                inject(ahead[0], self._context)
+                del ahead[0]
+        except BaseException:
+            for each in ahead:
+                self._tell("not-injected", each)
+            raise
 
     def _claim(self, index: int) -> bool:
         """Claims the fault for this run; returns False if it was claimed before."""
@@ -104,17 +116,17 @@ class FaultInjector(TrainerHook):
         """Returns the file that is there once the fault was claimed."""
         return self._job.run_dir / FAULTS / str(index)
 
-    def _tell(self, fault: FaultSpec) -> None:
-        event = EventSample(
-            event="fault",
-            at_s=time.time(),
+    def _tell(self, event: EventName, fault: FaultSpec) -> None:
+        sample = EventSample(
+            event=event,
+            at_s=self._job.now_s(),
             attempt=self._attempt,
             rank=self._rank,
             iteration=self._iteration,
             detail=str(fault),
             on_disk=persisted_in(self._job),
         )
-        append(self._job.run_dir / EVENTS, event)
+        append(self._job.run_dir / EVENTS, sample)
 
 
 def actor_of(fault: FaultSpec, topology: Topology) -> int:

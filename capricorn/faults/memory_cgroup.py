@@ -19,6 +19,8 @@ _ROOT: Final = Path("/sys/fs/cgroup")
 _ROOM_BYTES: Final = 16 * MIB
 """What a process may still take after it has joined."""
 _CHUNK_BYTES: Final = MIB
+PREFIX: Final = "capricorn-"
+_LIMITS: Final = ("memory.max", "memory.limit_in_bytes")
 
 
 class _Version(NamedTuple):
@@ -102,6 +104,21 @@ def remove(name: str) -> None:
     for version in _versions():
         with contextlib.suppress(OSError):
             (version.parent / name).rmdir()
+
+
+def find_all() -> list[Path]:
+    """Returns all groups that were made here, by whomever, wherever they are."""
+    return [
+        Path(folder) / name
+        for folder, names, _ in os.walk(_ROOT)
+        for name in sorted(names)
+        if name.startswith(PREFIX) and any((Path(folder) / name / limit).exists() for limit in _LIMITS)
+    ]
+
+
+def processes_in(folder: Path) -> list[str]:
+    """Returns the ids of the processes in a group."""
+    return _lines(folder / "cgroup.procs")
 
 
 def _versions() -> list[_Version]:

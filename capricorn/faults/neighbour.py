@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Final
 
 from capricorn.faults.launcher_watch import LauncherWatch
+from capricorn.process import PYTHON
 from capricorn.runtime.store.node_store import NodeStore, RunLock
 from capricorn.topology import Topology
 from capricorn.units import Seconds
@@ -61,7 +62,7 @@ def _churn(watch: LauncherWatch, root: Path, runs: Path) -> None:
 
 def _train(watch: LauncherWatch, root: Path, runs: Path) -> None:
     """Runs a second job, and is ready once it trains."""
-    command = [sys.executable, "-m", "capricorn", *JOB, "--out", str(runs), "--set", f"store.root={root}"]
+    command = [*PYTHON, "capricorn", *JOB, "--out", str(runs), "--set", f"store.root={root}"]
     silent = subprocess.DEVNULL
     job = subprocess.Popen(command, stdin=silent, stdout=silent, stderr=silent)
     end_s = time.monotonic() + TRAINS_TIMEOUT_S

@@ -10,24 +10,32 @@ from typing import NamedTuple, Self
 
 import psutil
 
+from capricorn.process import start_ticks
 from capricorn.records.job_file import WORKERS
 
 
 class ProcessName(NamedTuple):
-    """A process as long as it lives: its id may be given to somebody else later."""
+    """A process as long as it lives: its id may be given to somebody else later.
+
+    Written as `PID TICKS`, and holds whatever happens to the clock of the machine.
+    """
 
     pid: int
-    created_s: float
+    ticks: int
+    """When it started, as `start_ticks` says."""
+
+    def __str__(self) -> str:
+        return f"{self.pid} {self.ticks}"
 
     @classmethod
     def of(cls, pid: int) -> Self:
-        return cls(pid, psutil.Process(pid).create_time())
+        return cls(pid, start_ticks(pid))
 
     def find(self) -> psutil.Process | None:
         """Returns the process, or None once it has ended."""
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
             process = psutil.Process(self.pid)
-            return process if process.create_time() == self.created_s else None
+            return process if start_ticks(self.pid) == self.ticks else None
         return None
 
     def parent(self) -> ProcessName | None:
@@ -56,16 +64,19 @@ def register_worker(run_dir: Path, rank: int) -> None:
     folder = run_dir / WORKERS
     folder.mkdir(exist_ok=True)
     names = ProcessName.of(os.getpid()), ProcessName.of(os.getppid())
-    (folder / str(rank)).write_text(" ".join(f"{name.pid} {name.created_s}" for name in names))
+    unfinished = folder / f".{rank}"  # whoever reads it meanwhile finds the one before or this one, never a part
+    unfinished.write_text(" ".join(map(str, names)))
+    unfinished.replace(folder / str(rank))
 
 
 def registered(run_dir: Path, rank: int) -> Registered | None:
     """Returns the newest processes of that rank; None if it never started."""
     try:
-        worker, born_s, agent, agent_born_s = (run_dir / WORKERS / str(rank)).read_text().split()
+        numbers = map(int, (run_dir / WORKERS / str(rank)).read_text().split())
     except FileNotFoundError:
         return None
-    return Registered(ProcessName(int(worker), float(born_s)), ProcessName(int(agent), float(agent_born_s)))
+    worker, worker_ticks, agent, agent_ticks = numbers
+    return Registered(ProcessName(worker, worker_ticks), ProcessName(agent, agent_ticks))
 
 
 def processes_below(pid: int) -> list[ProcessName]:

@@ -51,6 +51,8 @@ class Reverter:
 
     def on_event(self, event: EventSample) -> None:
         """Notes a fault that is injected now, if it can be reverted; stands still as long as one that stops us."""
+        if event.event == "not-injected":
+            self._pending = [each for each in self._pending if str(each.fault) != event.detail]
         if event.event == "fault" and _revert_of(fault := FaultSpec.parse(event.detail)) is not None:
             self._pending.append(PendingRevert(fault, time.monotonic() + (fault.seconds or math.inf)))
             if kind_of(fault.kind).stops_launcher:

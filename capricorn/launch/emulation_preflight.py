@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
+import secrets
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +18,7 @@ from capricorn.emulation.testbed import PACED, NetworkBackend, create_network
 from capricorn.errors import CapricornError
 from capricorn.launch.preflight import Check
 from capricorn.records.samples import LinkSample
+from capricorn.runtime.store.node_store import RunLock
 from capricorn.stats.fidelity import MAX_RATE_ERROR
 from capricorn.units import Seconds, format_rate, format_seconds
 
@@ -55,9 +56,12 @@ def _measure(scenario: Scenario, network: NetworkBackend, way: str) -> list[Link
     addresses = [network.address(node) for node in range(cluster.nodes)]
     if way != PACED:
         return measure_links(entries, addresses)
-    with tempfile.TemporaryDirectory(prefix="doctor-of-capricorn-", dir=scenario.store.root) as folder:
-        Links.create(Path(folder) / "links", cluster.nodes, cluster.rate).close()
-        return measure_links(entries, addresses, Path(folder) / "links")
+    lock = RunLock(Path(scenario.store.root), f"doctor-{secrets.token_hex(4)}")
+    try:
+        Links.create(lock.folder / "links", cluster.nodes, cluster.rate).close()
+        return measure_links(entries, addresses, lock.folder / "links")
+    finally:
+        lock.release(keep=False)
 
 
 def _lateness(num_ranks: int) -> list[Seconds]:

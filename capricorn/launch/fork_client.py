@@ -11,9 +11,9 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Final, Protocol, Self, TypeVar
 
 from capricorn.config.fields import FrozenModel
@@ -30,9 +30,13 @@ from capricorn.launch.launch_messages import (
     receive,
     to_bytes,
 )
+from capricorn.process import KILL_TIMEOUT_S, PYTHON, AwakeClock, is_stopped, kill_child, tell_undead, thread_states
 from capricorn.units import Seconds
 
 READY_TIMEOUT_S: Final[Seconds] = 120.0
+STOPPED_S: Final[Seconds] = 3.0
+"""How long the fork server may be stopped while it owes an answer."""
+POLL_S: Final[Seconds] = 0.1
 STOP_TIMEOUT_S: Final[Seconds] = 10.0
 
 Answer = TypeVar("Answer", bound=FrozenModel)
@@ -47,6 +51,13 @@ class ForkedProcess(Protocol):
 
     def end(self, timeout_s: Seconds) -> None:
         """Returns when it has ended, by force if it takes longer."""
+        ...
+
+    @property
+    def has_ended(self) -> bool: ...
+
+    def states(self) -> str:
+        """Returns the states of its threads, as `thread_states` does."""
         ...
 
 
@@ -87,11 +98,22 @@ class PidfdProcess:
     def end(self, timeout_s: Seconds) -> None:
         if self._pidfd is None:
             return
-        if not select.select([self._pidfd], [], [], timeout_s)[0]:
+        if not self._has_ended_within(timeout_s):
             self.signal(signal.SIGKILL)
-            select.select([self._pidfd], [], [])
+            if not self._has_ended_within(KILL_TIMEOUT_S):
+                tell_undead("a process of the run", self.pid)
         os.close(self._pidfd)
         self._pidfd = None
+
+    @property
+    def has_ended(self) -> bool:
+        return self._has_ended_within(0)
+
+    def states(self) -> str:
+        return thread_states(self.pid)
+
+    def _has_ended_within(self, timeout_s: Seconds) -> bool:
+        return self._pidfd is None or bool(select.select([self._pidfd], [], [], timeout_s)[0])
 
 
 class ForkServer:
@@ -102,12 +124,13 @@ class ForkServer:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel.settimeout(READY_TIMEOUT_S)
         self._is_ready = False
+        self._errors = TemporaryFile()  # noqa: SIM115 - a pipe that nobody reads may fill up and block
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "capricorn.launch.fork_server", str(theirs.fileno()), str(os.getpid())],
+                [*PYTHON, "capricorn.launch.fork_server", str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
+                stderr=self._errors,
                 # Read when torch is imported: ranks that share a machine must not each take all of its cores.
                 env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
                 pass_fds=(theirs.fileno(),),
@@ -131,6 +154,9 @@ class ForkServer:
                 self._is_ready = True
             socket.send_fds(self._channel, [to_bytes(request)], [*entry.pass_fds, *fds])
             return PidfdProcess(self._expect(Forked).pid)
+        except TimeoutError as error:
+            kill_child(self._process, "the process that forks the workers")
+            raise CapricornError(f"the process that forks the workers {error}, and was ended") from None
         except OSError:
             reason = self._last_words()
             raise CapricornError(f"the process that forks the workers has ended: {reason}") from None
@@ -138,25 +164,36 @@ class ForkServer:
     def close(self) -> None:
         """Ends it, and with it all that it has forked."""
         self._channel.close()
-        try:
-            self._process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        if self._process.stderr is not None:
-            self._process.stderr.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(0 if is_stopped(thread_states(self._process.pid)) else STOP_TIMEOUT_S)
+        kill_child(self._process, "the process that forks the workers")
+        self._errors.close()
 
     def _expect(self, kind: type[Answer]) -> Answer:
+        """Returns its next answer.
+
+        Raises:
+            TimeoutError: there is none in time; with the reason.
+            ConnectionError: it has ended.
+        """
+        awake = AwakeClock(2 * POLL_S)
+        ran_s = 0.0
+        while not select.select([self._channel], [], [], POLL_S)[0]:
+            now_s = awake()
+            if not is_stopped(thread_states(self._process.pid)):
+                ran_s = now_s
+            if now_s - ran_s > STOPPED_S:
+                raise TimeoutError("is stopped")
+            if now_s > READY_TIMEOUT_S:
+                raise TimeoutError(f"does not answer within {READY_TIMEOUT_S:g} s")
         if not (message := receive(self._channel)):
             raise ConnectionError
         return kind.model_validate_json(message)
 
     def _last_words(self) -> str:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._process.pid, signal.SIGKILL)  # one that is stopped takes no other
-        self._process.wait()
-        assert self._process.stderr is not None
-        lines = self._process.stderr.read().decode(errors="replace").strip().splitlines()
+        kill_child(self._process, "the process that forks the workers")
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else f"exit code {self._process.returncode}"
 
 
@@ -170,6 +207,7 @@ class FakeProcess:
         self._on_end = on_end
         self.signals: list[signal.Signals] = []
         self.has_ended = False
+        self.is_stopped = False
 
     def signal(self, number: signal.Signals) -> None:
         self.signals.append(number)
@@ -177,6 +215,9 @@ class FakeProcess:
     def end(self, timeout_s: Seconds) -> None:
         self.has_ended = True
         self._on_end()
+
+    def states(self) -> str:
+        return "T" if self.is_stopped else "S"
 
 
 class FakeNodeAgent:

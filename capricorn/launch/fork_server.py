@@ -41,10 +41,10 @@ def main() -> None:
             return
         request = ForkRequest.model_validate_json(message)
         _import_system(request)
-        pid = os.fork()
+        parent, pid = os.getpid(), os.fork()
         if pid == 0:
             channel.close()
-            _become(request, fds)
+            _become(request, fds, parent)
         for fd in fds:
             os.close(fd)
         channel.send(to_bytes(Forked(pid=pid)))
@@ -71,7 +71,7 @@ def _import_system(request: ForkRequest) -> None:
         load_system(request.become.system)
 
 
-def _become(request: ForkRequest, fds: list[int]) -> None:
+def _become(request: ForkRequest, fds: list[int], parent: int) -> None:
     """Turns a forked process into what was asked for, and ends it with that."""
     from capricorn.launch.node_agent import run_node_agent
     from capricorn.launch.rendezvous import serve
@@ -85,7 +85,7 @@ def _become(request: ForkRequest, fds: list[int]) -> None:
             enter(fd)
             os.close(fd)
         # Not before: entering a user namespace undoes it.
-        die_with_parent()
+        die_with_parent(parent)
         (fd,) = fds[request.num_namespaces :]
         if isinstance(request.become, RunNodeAgent):
             run_node_agent(request.become, fd)

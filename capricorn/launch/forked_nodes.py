@@ -9,11 +9,15 @@ Decides, by what the node agents report, when an attempt is over and which nodes
 | a rank cannot reach the rendezvous store              | yes              | yes                 |
 | a link was closed                                     | yes              | yes                 |
 | nothing from a node for twice `launch.frozen_s`       | yes              | yes                 |
-| no iteration from any rank for too long               | no               | yes                 |
+| nothing new from any rank for too long                | no               | yes                 |
 | a rank is frozen, or anything of an attempt before    | no               | no; its node kills it and reports its end |
+| the rendezvous store has ended or is stopped          | no               | no; another takes its place |
 
 A node that is given up is killed, its store is made anew, and another agent is forked. Then all nodes are told to start
-the next attempt, as often as the restart budget allows. Knows no torch.
+the next attempt, as often as the restart budget allows.
+
+For how long nothing has come is counted while the launcher itself was awake to hear it, and a node that still starts or
+that the machine does not let run has longer; see `restart_policy`. Knows no torch.
 """
 
 from __future__ import annotations
@@ -41,13 +45,18 @@ from capricorn.launch.launch_messages import (
 )
 from capricorn.launch.nodes import UNREACHABLE
 from capricorn.launch.restart_policy import ProgressWatchdog, RestartBudget, SilenceWatchdog
+from capricorn.process import AwakeClock, is_stopped
 from capricorn.records.job_file import Job
-from capricorn.records.samples import EVENTS, EventSample, append
+from capricorn.records.samples import EVENTS, EventName, EventSample, IterationSample, append
 from capricorn.runtime.store.node_store import NodeStore
 from capricorn.units import Seconds
 
 GATHER_S: Final = 0.03
 """After a node was lost, how long to look whether others are, too."""
+MAX_GAP_S: Final[Seconds] = 0.5
+"""Between two waits; the launcher was busy or stopped itself if it is longer."""
+RENDEZVOUS: Final = -1
+"""The number of the rendezvous store among the nodes that may be silent."""
 
 
 class Waiting(Protocol):
@@ -95,12 +104,13 @@ class ForkedNodes:
         """
         self._job, self._network, self._log_dir, self._on_replace = job, network, log_dir, on_replace
         self._forker, self._clock, self._wait = forker, clock, wait
+        self._awake = AwakeClock(MAX_GAP_S, clock)
         scenario = job.scenario
         self._topology = scenario.topology
         self._budget = RestartBudget(scenario.launch.max_restarts + 2 * len(scenario.faults))
         waits_s = (scenario.system.timeout_s, scenario.persist.timeout_s if scenario.persist.every else 0.0)
-        self._progress = ProgressWatchdog(least_patience_s=1.5 * max(waits_s))
-        self._silence = SilenceWatchdog(patience_s=2 * scenario.launch.frozen_s)
+        self._progress = ProgressWatchdog(1.5 * max(waits_s), every=scenario.system.every)
+        self._silence = SilenceWatchdog[int](2 * scenario.launch.frozen_s)
         self._nodes: dict[int, _Node] = {}
         self._rendezvous: ForkedProcess | None = None
         self._attempt = -1
@@ -109,28 +119,21 @@ class ForkedNodes:
 
     def start(self) -> None:
         self._job_file = self._job.write()
-        with self._network.listener as listener:
-            host, port = listener.getsockname()
-            self._endpoint = (str(host), int(port))
-            self._rendezvous = self._forker.fork(
-                ServeRendezvous(),
-                fds=[listener.fileno()],
-                entry=self._network.enter_switch(),
-                log=self._log_dir / "rendezvous.log",
-            )
+        host, port = self._network.listener.getsockname()
+        self._endpoint = (str(host), int(port))
+        self._start_rendezvous()
         for node in range(self._topology.num_nodes):
             self._start_node(node)
         self._start_attempt()
 
     def wait(self, timeout_s: Seconds) -> None:
-        self._progress.wait_begins(self._clock(), timeout_s)
         num_nodes = len(self._nodes)
-        failed = self._listen(timeout_s) + self._give_up_silent()
+        failed = self._listen(timeout_s) + self._end_silent()
         if len(self._nodes) < num_nodes:
             failed += self._gather()
         if failed:
             self._restart(failed[0])
-        elif self._progress.is_stuck(self._clock()):
+        elif self._progress.is_stuck(self._awake()):
             self._record_failure(-1, "no rank has made progress")
             self._restart(0)
 
@@ -138,8 +141,10 @@ class ForkedNodes:
     def are_done(self) -> bool:
         return len(self._done) == self._topology.world_size
 
-    def progressed(self) -> None:
-        self._progress.progressed(self._clock())
+    def progressed(self, samples: Sequence[IterationSample] = ()) -> None:
+        newest = max((sample.iteration for sample in samples), default=0)
+        saved = [sample.iteration for sample in samples if sample.requested]
+        self._progress.progressed(self._awake(), iteration=newest, is_saved=bool(saved))
 
     def stop(self) -> None:
         for node in self._nodes.values():
@@ -151,6 +156,16 @@ class ForkedNodes:
         if self._rendezvous is not None:
             self._rendezvous.signal(signal.SIGTERM)
             self._rendezvous.end(STOP_TIMEOUT_S)
+
+    def _start_rendezvous(self) -> None:
+        """Has the rendezvous store served, also after its process has ended: the listener is still ours."""
+        self._rendezvous = self._forker.fork(
+            ServeRendezvous(),
+            fds=[self._network.listener.fileno()],
+            entry=self._network.enter_switch(),
+            log=self._log_dir / "rendezvous.log",
+        )
+        self._silence.heard(RENDEZVOUS, self._awake())
 
     def _start_node(self, node: int) -> None:
         NodeStore.create(self._job.node_dir(node), self._job.run_id, node, self._topology)
@@ -166,13 +181,13 @@ class ForkedNodes:
         with theirs:
             process = self._forker.fork(role, fds=[theirs.fileno()], entry=entry, log=log)
         self._nodes[node] = _Node(ours, process)
-        self._silence.heard(node, self._clock())
+        self._silence.heard(node, self._awake(), is_starting=True)
 
     def _start_attempt(self) -> None:
         """Has all nodes start the next attempt."""
         self._attempt += 1
         self._done.clear()
-        self._progress.attempt_began(self._clock())
+        self._progress.attempt_began(self._awake())
         order = to_bytes(StartAttempt(attempt=self._attempt))
         for node in self._nodes.values():
             with contextlib.suppress(OSError):  # it has just been lost, which `wait` will hear of
@@ -209,7 +224,7 @@ class ForkedNodes:
         if not message:
             self._give_up(node, "was lost")
             return True
-        self._silence.heard(node, self._clock())
+        self._silence.heard(node, self._awake())
         report = node_report(message)
         if isinstance(report, NodeAlive) or report.attempt != self._attempt:
             return False
@@ -225,12 +240,31 @@ class ForkedNodes:
             self._give_up(node, "cannot reach the others")
         return True
 
-    def _give_up_silent(self) -> list[int]:
-        """Gives up the nodes that have been silent for too long, and returns them."""
-        silent = self._silence.silent(self._clock())
-        for node in silent:
+    def _end_silent(self) -> list[int]:
+        """Ends what has been silent for too long; returns the nodes that are given up by it."""
+        assert self._rendezvous is not None
+        if not self._rendezvous.has_ended and not is_stopped(self._rendezvous.states()):
+            self._silence.heard(RENDEZVOUS, self._awake())
+        silent = self._silence.silent(self._awake(), self._states_of)
+        if self._rendezvous.has_ended or RENDEZVOUS in silent:
+            self._replace_rendezvous()
+        nodes = [key for key in silent if key != RENDEZVOUS]
+        for node in nodes:
             self._give_up(node, "is frozen")
-        return silent
+        return nodes
+
+    def _states_of(self, key: int) -> str:
+        process = self._rendezvous if key == RENDEZVOUS else self._nodes[key].process
+        return process.states() if process is not None else ""
+
+    def _replace_rendezvous(self) -> None:
+        """Has another process serve the rendezvous store, of which ranks that train have no need."""
+        assert self._rendezvous is not None
+        why = "has ended" if self._rendezvous.has_ended else "is stopped"
+        self._rendezvous.signal(signal.SIGKILL)
+        self._rendezvous.end(STOP_TIMEOUT_S)
+        self._start_rendezvous()
+        self._record("replaced", RENDEZVOUS, f"the rendezvous store {why}")
 
     def _give_up(self, node: int, why: str) -> None:
         """Ends what may be left of a node."""
@@ -242,5 +276,8 @@ class ForkedNodes:
         self._record_failure(self._topology.ranks_of(node).start, f"node {node} {why}")
 
     def _record_failure(self, rank: int, detail: str) -> None:
-        event = EventSample(event="failed", at_s=time.time(), attempt=self._attempt, rank=rank, detail=detail)
-        append(self._job.run_dir / EVENTS, event)
+        self._record("failed", rank, detail)
+
+    def _record(self, event: EventName, rank: int, detail: str) -> None:
+        sample = EventSample(event=event, at_s=self._job.now_s(), attempt=self._attempt, rank=rank, detail=detail)
+        append(self._job.run_dir / EVENTS, sample)

@@ -1,4 +1,7 @@
-"""Turns Ctrl-C, SIGTERM and a closed terminal into a question to ask, so that no clean-up is ever cut short."""
+"""Turns Ctrl-C, SIGTERM and a closed terminal into a question to ask, so that no clean-up is ever cut short.
+
+A signal that was ignored when the program started (SIGHUP under nohup, SIGINT of a shell's background job) stays so.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,11 @@ from types import FrameType
 from typing import Any, Self
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def are_heard(*numbers: signal.Signals) -> list[signal.Signals]:
+    """Returns those of the signals that this process does not ignore."""
+    return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 class Interrupts:
@@ -23,7 +31,7 @@ class Interrupts:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+            self._before = {number: signal.signal(number, self._note) for number in are_heard(*SIGNALS)}
         return self
 
     def check(self) -> None:

@@ -9,6 +9,7 @@
 | node agent  | launcher    | `NodeAlive`       | a heartbeat, while nothing else is to be said                   |
 | node agent  | launcher    | `RankFrozen`      | a rank gives no heartbeat; it is killed now                     |
 | node agent  | launcher    | `RankEnded`       | a rank's process has ended, or has left the attempt as failed   |
+| rank        | node agent  | `TrainingBegan`   | I have finished my first iteration in the attempt               |
 | rank        | node agent  | `AttemptLeft`     | my process is free for another attempt                          |
 | node agent  | rank        | `StartAttempt`    | take part in that attempt                                       |
 
@@ -80,9 +81,17 @@ class StartAttempt(FrozenModel):
     attempt: int
 
 
+class TrainingBegan(FrozenModel):
+    """The number of the attempt in which a rank has finished an iteration."""
+
+    says: Literal["training"] = "training"
+    attempt: int
+
+
 class AttemptLeft(FrozenModel):
     """The number of the attempt that a rank has left, after it failed or was told to leave."""
 
+    says: Literal["left"] = "left"
     attempt: int
 
 
@@ -112,6 +121,8 @@ class RankEnded(FrozenModel):
 
 NodeReport = Annotated[NodeAlive | RankFrozen | RankEnded, Field(discriminator="says")]
 _REPORT: Final[TypeAdapter[NodeAlive | RankFrozen | RankEnded]] = TypeAdapter(NodeReport)
+RankReport = Annotated[TrainingBegan | AttemptLeft, Field(discriminator="says")]
+_RANK_REPORT: Final[TypeAdapter[TrainingBegan | AttemptLeft]] = TypeAdapter(RankReport)
 
 
 def to_bytes(message: FrozenModel) -> bytes:
@@ -122,6 +133,11 @@ def to_bytes(message: FrozenModel) -> bytes:
 def node_report(message: bytes) -> NodeAlive | RankFrozen | RankEnded:
     """Returns what a node agent has said."""
     return _REPORT.validate_json(message)
+
+
+def rank_report(message: bytes) -> TrainingBegan | AttemptLeft:
+    """Returns what a rank has said."""
+    return _RANK_REPORT.validate_json(message)
 
 
 def receive(channel: socket.socket) -> bytes:

@@ -19,7 +19,6 @@ came. Knows no torch; what trains are the ranks.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 import shutil
@@ -27,6 +26,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Final, TypeAlias
 
 from capricorn.config.fault_kinds import kind_of
@@ -35,9 +35,10 @@ from capricorn.emulation.measure import measure_links
 from capricorn.emulation.route import Links
 from capricorn.emulation.storage import Storage
 from capricorn.emulation.testbed import PACED, NetworkBackend, create_network
-from capricorn.errors import CapricornError
+from capricorn.errors import CapricornError, RecordError, note_once
 from capricorn.faults.feasibility import check_faults
 from capricorn.faults.revert import Reverter
+from capricorn.files import in_words, named, write_text
 from capricorn.launch.cpu_meter import CpuMeter
 from capricorn.launch.fork_client import Forker, ForkServer
 from capricorn.launch.forked_nodes import ForkedNodes
@@ -46,8 +47,9 @@ from capricorn.launch.nodes import GaveUpError, Nodes
 from capricorn.launch.persist_folder import check_tier, tier_of
 from capricorn.launch.preflight import environment
 from capricorn.launch.torchrun_nodes import TorchrunNodes
+from capricorn.records.failures import cause_of
 from capricorn.records.follow import Follower
-from capricorn.records.job_file import FATAL, Job
+from capricorn.records.job_file import Job
 from capricorn.records.recoveries import write_recoveries
 from capricorn.records.samples import (
     CPU,
@@ -60,7 +62,9 @@ from capricorn.records.samples import (
     append,
     write_run,
 )
-from capricorn.runtime.store.node_store import RunLock, find_stores
+from capricorn.records.strict_json import as_json
+from capricorn.runtime.comm.addresses import check_endpoint
+from capricorn.runtime.store.node_store import RunLock, store_at
 from capricorn.stats.run_summary import STORE, summarize
 from capricorn.systems.registry import short_name
 from capricorn.systems.settings import file_settings_of
@@ -71,6 +75,9 @@ STORAGE_BYTES_PER_S: Final = 1e9
 """The rate of each node, where storage is modelled only so that it can become slow."""
 CHECKPOINTS: Final = "checkpoints"
 """The folder in a run folder for what systems write that write files."""
+
+COMES_ON: Final = ("started", "ready", "resumed", "finished")
+"""The events by which a rank shows that it comes on, as it does by an iteration."""
 
 MakeNodes: TypeAlias = Callable[[Job, NetworkBackend, Path, Callable[[int], None]], Nodes]
 """Makes the nodes of a job, given their network, the folder of their logs, and whom to tell of a replacement."""
@@ -110,18 +117,22 @@ def launch(
         make_nodes: makes the nodes; by default as `launch.restart` says.
 
     Raises:
-        CapricornError: the run failed, with what the failed rank said.
+        CapricornError: the run failed, with what the failed rank said, or with what the system refused.
         KeyboardInterrupt: it was interrupted (also by SIGTERM); everything has been ended and removed.
     """
     started = datetime.now(UTC)
     check_faults(scenario, out)
-    with contextlib.ExitStack() as stack:
-        if make_nodes is None and scenario.launch.by_torchrun:
-            make_nodes = TorchrunNodes
-        elif make_nodes is None:
-            # One of our own imports while we make ready.
-            make_nodes = partial(ForkedNodes, forker=fork_server or stack.enter_context(ForkServer()))
-        return _launch(scenario, out, listener, make_nodes, started)
+    check_endpoint(scenario.launch)
+    try:
+        with contextlib.ExitStack() as stack:
+            if make_nodes is None and scenario.launch.by_torchrun:
+                make_nodes = TorchrunNodes
+            elif make_nodes is None:
+                # One of our own imports while we make ready.
+                make_nodes = partial(ForkedNodes, forker=fork_server or stack.enter_context(ForkServer()))
+            return _launch(scenario, out, listener, make_nodes, started)
+    except OSError as error:  # by now all is ended and removed
+        raise CapricornError(f"the run failed: {in_words(error)}") from error
 
 
 def _launch(scenario: Scenario, out: Path, listener: RunListener, make_nodes: MakeNodes, started: datetime) -> Path:
@@ -135,10 +146,11 @@ def _launch(scenario: Scenario, out: Path, listener: RunListener, make_nodes: Ma
             lock = RunLock(Path(scenario.store.root), run_id)
             stack.callback(lock.release, keep=scenario.store.keep)
             run_dir = (out / run_id).resolve()
-            run_dir.mkdir(parents=True)
+            with named(f"make the folder of the run, {run_dir}"):
+                run_dir.mkdir(parents=True)
             job = _make_job(scenario, run_id, run_dir, lock.folder, tokens, network)
             listener.on_start(run_dir, scenario)
-            stack.callback(_finish_record, job, started)
+            stack.push(partial(_finish_record, job, started))
             if not file_settings_of(scenario).in_memory and not scenario.store.keep:
                 # Before the record is written, as they may have filled the disk; those on tmpfs go with the store.
                 stack.callback(shutil.rmtree, run_dir / CHECKPOINTS, ignore_errors=True)
@@ -197,7 +209,7 @@ class RunLoop:
         self._make_nodes, self._reverter = make_nodes, Reverter(job, network)
         self._samples = Follower(job.run_dir / ITERATIONS, IterationSample)
         self._events = Follower(job.run_dir / EVENTS, EventSample)
-        self._failures: list[str] = []
+        self._heard: list[EventSample] = []
         self._is_training = False
 
     def run(self) -> None:
@@ -222,20 +234,30 @@ class RunLoop:
                 self._interrupts.check()
                 nodes.wait(TICK_S)
                 self._check_fatal()
-                if self._tell_listener():
-                    nodes.progressed()
+                samples, events = self._tell_listener()
+                if samples or any(event.event in COMES_ON for event in events):
+                    nodes.progressed(samples)
                 meter.tick(is_training=self._is_training)
         except GaveUpError as error:
             self._check_fatal()
             self._tell_listener()
             raise CapricornError(self._describe_failure(error.node)) from None
+        except (OSError, RecordError):
+            self._check_fatal()  # a rank may have met the cause before us
+            raise
         finally:
             try:
                 nodes.stop()
                 self._tell_listener()
             finally:
                 self._reverter.close()
+            self._write_cpu(meter)
+
+    def _write_cpu(self, meter: CpuMeter) -> None:
+        try:
             append(self._job.run_dir / CPU, meter.sample())
+        except RecordError as error:  # in the place of what has ended the run it would hide it
+            note_once(str(error))
 
     def _measure_links(self) -> None:
         num_nodes = self._job.scenario.cluster.nodes
@@ -245,44 +267,58 @@ class RunLoop:
 
     def _check_fatal(self) -> None:
         """Raises CapricornError if a rank has said that starting again cannot help."""
-        fatal = self._job.run_dir / FATAL
+        fatal = self._job.fatal
         if fatal.exists() and (text := fatal.read_text(encoding="utf-8")):
             raise CapricornError(f"the run cannot go on: {text}")
 
-    def _tell_listener(self) -> bool:
-        """Tells the listener what is new; returns whether some rank has finished an iteration."""
-        samples = list(self._samples.new())
+    def _tell_listener(self) -> tuple[list[IterationSample], list[EventSample]]:
+        """Tells the listener what is new, and returns it."""
+        samples, events = list(self._samples.new()), list(self._events.new())
         for sample in samples:
             self._is_training = True
             self._listener.on_sample(sample)
-        for event in self._events.new():
-            if event.event == "failed":
-                self._failures.append(f"rank {event.rank}: {event.detail}")
+        for event in events:
+            self._heard.append(event)
             self._reverter.on_event(event)
             self._listener.on_event(event)
         self._reverter.tick()
         self._listener.on_tick()
-        return bool(samples)
+        return samples, events
 
     def _describe_failure(self, node: int) -> str:
-        last = f": {self._failures[-1]}" if self._failures else ""
-        return f"node {node} gave up{last}; see {self._job.run_dir / 'log'}"
+        cause = cause_of(self._heard)
+        return f"node {node} gave up{': ' * bool(cause)}{cause}; see {self._job.run_dir / 'log'}"
 
 
 def _new_run_id(scenario: Scenario, started: datetime) -> str:
     return f"{started:%Y%m%d-%H%M%S}-{short_name(scenario.system.name)}-{scenario.model.name}-{secrets.token_hex(2)}"
 
 
-def _finish_record(job: Job, started: datetime) -> None:
+def _finish_record(
+    job: Job,
+    started: datetime,
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    trace: TracebackType | None,
+) -> None:
+    """Writes the record of a run that has ended, by an error where there is one.
+
+    Raises:
+        CapricornError: it cannot be written, and nothing else went wrong.
+    """
     try:
-        _write_record(job, started)
-    except OSError as error:
-        raise CapricornError(f"cannot write the results in {job.run_dir}: {error.strerror}") from None
+        with named(f"write the results in {job.run_dir}"):
+            _write_record(job, started)
+    except CapricornError as unwritten:
+        if error is None:
+            raise
+        # What came first is the cause of it: it is told, and this after it.
+        note_once(f"the record is not whole: {unwritten}")
 
 
 def _write_record(job: Job, started: datetime) -> None:
-    stores = [store for store in find_stores(job.store_dir.parent) if store.path == job.store_dir]
-    (job.run_dir / STORE).write_text(json.dumps({"store_bytes": sum(store.num_bytes for store in stores)}))
+    store = store_at(job.store_dir)
+    write_text(job.run_dir / STORE, as_json({"store_bytes": 0 if store is None else store.num_bytes}))
     write_recoveries(job.run_dir)
     write_run(job.run_dir, record_of(job, job.run_dir, started))
 

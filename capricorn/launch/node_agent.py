@@ -5,15 +5,20 @@ agent keeps each rank's process in one of these states, and moves it on:
 
 | state    | the process                      | what happens                                    | next               |
 |----------|----------------------------------|-------------------------------------------------|--------------------|
-| none     | has ended                        | launcher starts an attempt: it is forked anew   | TRAINING           |
+| none     | has ended                        | launcher starts an attempt: it is forked anew   | STARTING           |
+| STARTING | has finished no iteration yet    | rank has finished one                           | TRAINING           |
 | TRAINING | takes part in its attempt        | rank leaves a failed attempt: reported as ended | LEFT               |
-|          |                                  | launcher starts the next attempt: SIGTERM       | LEAVING            |
-| LEAVING  | was told to leave its attempt    | rank has left: it is sent on at once            | TRAINING           |
+| either   |                                  | launcher starts the next attempt: SIGTERM       | LEAVING            |
+| LEAVING  | was told to leave its attempt    | rank has left: it is sent on at once            | STARTING           |
 |          |                                  | `LEAVE_S` are over: SIGKILL                     | KILLED             |
-| LEFT     | waits for another attempt        | launcher starts the next attempt: it is sent on | TRAINING           |
-| any      | gives no heartbeat (`frozen_s`)  | reported as frozen, SIGKILL                     | KILLED             |
+| LEFT     | waits for another attempt        | launcher starts the next attempt: it is sent on | STARTING           |
+| any      | gives no heartbeat for too long  | reported as frozen, SIGKILL                     | KILLED             |
+| KILLED   | is about to end                  | `KILL_TIMEOUT_S` are over: named, left alone    | as if it had ended |
 | any      | ends in the attempt of now       | reported as ended                               | none               |
-| any      | ends in an attempt that is over  | it is forked anew for that of now               | none, then TRAINING |
+| any      | ends in an attempt that is over  | it is forked anew for that of now               | none, then STARTING |
+
+All times are those for which the agent was awake: what it did not hear while it was stopped itself is nobody's fault.
+How long a heartbeat may be missing is told in `restart_policy.patience_s`.
 
 The agent ends, and with it its ranks, when the launcher closes the link.
 """
@@ -43,12 +48,15 @@ from capricorn.launch.launch_messages import (
     RankFrozen,
     RunNodeAgent,
     StartAttempt,
+    TrainingBegan,
+    rank_report,
     receive,
     to_bytes,
 )
 from capricorn.launch.nodes import FAILED
 from capricorn.launch.rank_context import ForkedContext
-from capricorn.process import die_with_parent
+from capricorn.launch.restart_policy import SilenceWatchdog
+from capricorn.process import KILL_TIMEOUT_S, AwakeClock, die_with_parent, tell_undead, thread_states
 from capricorn.records.job_file import Job
 from capricorn.units import Seconds
 
@@ -63,6 +71,7 @@ STOP_S: Final = 1.0
 class RankState(enum.Enum):
     """See the table at the top."""
 
+    STARTING = enum.auto()
     TRAINING = enum.auto()
     LEAVING = enum.auto()
     LEFT = enum.auto()
@@ -85,9 +94,11 @@ class RankProcess:
     pidfd: int
     """A descriptor that can be read once the process has ended."""
     link: socket.socket
-    state: RankState = RankState.TRAINING
-    leave_by_s: Seconds = 0.0
-    """When it is killed if it is still LEAVING."""
+    state: RankState = RankState.STARTING
+    due_s: Seconds = 0.0
+    """When it is killed if it is still LEAVING, or left alone if it is still KILLED."""
+    beat: float = 0.0
+    """Its newest heartbeat."""
 
     def signal(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
@@ -95,6 +106,10 @@ class RankProcess:
     def exit_code(self) -> int:
         """Returns the exit code of the process once it has ended, negative for the signal that ended it."""
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    def states(self) -> str:
+        """Returns the states of its threads, as `thread_states` does."""
+        return thread_states(self.pid)
 
 
 class NodeAgent:
@@ -122,13 +137,14 @@ class NodeAgent:
         """
         self._job, self._endpoint, self._link = job, endpoint, link
         self._fork, self._clock = fork or self._fork_self, clock
+        self._awake = AwakeClock(2 * HEARTBEAT_S, clock)
         self._ranks = job.scenario.topology.ranks_of(node)
         self._processes: dict[int, RankProcess] = {}
         self._attempt = -1
-        self._frozen_s = job.scenario.launch.frozen_s
+        self._silence = SilenceWatchdog[int](job.scenario.launch.frozen_s)
         self._board = mmap.mmap(-1, mmap.PAGESIZE)
         self._heartbeats = memoryview(self._board).cast("d")
-        """Shared with the ranks: when each gave its last heartbeat, by local rank."""
+        """Shared with the ranks: another number with each heartbeat, by local rank."""
         self._reported_s = 0.0
         self._selector = selectors.DefaultSelector()
         self._selector.register(link, selectors.EVENT_READ, None)
@@ -136,8 +152,9 @@ class NodeAgent:
     def run(self) -> None:
         signal.signal(signal.SIGTERM, _end)
         try:
-            while self.turn():
-                pass
+            with contextlib.suppress(ConnectionError):  # the launcher went while something was told to it
+                while self.turn():
+                    pass
         finally:
             self._stop()
 
@@ -173,13 +190,13 @@ class NodeAgent:
             elif process.state is RankState.LEFT:
                 self._send_on(process)
             elif process.state is not RankState.KILLED:
-                process.state, process.leave_by_s = RankState.LEAVING, self._clock() + LEAVE_S
+                process.state, process.due_s = RankState.LEAVING, self._awake() + LEAVE_S
                 process.signal(signal.SIGTERM)
 
     def _start(self, rank: int) -> None:
         """Has a new process take part in the attempt of now."""
-        self._heartbeats[rank - self._ranks.start] = self._clock()
         process = self._processes[rank] = self._fork(rank, self._attempt)
+        self._silence.heard(rank, self._awake(), is_starting=True)
         self._selector.register(process.link, selectors.EVENT_READ, process)
         self._selector.register(process.pidfd, selectors.EVENT_READ, process)
 
@@ -187,23 +204,23 @@ class NodeAgent:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # A signal that ends an attempt must find a child that is ready for it, or Python may drop it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        pid = os.fork()
+        agent, pid = os.getpid(), os.fork()
         if pid == 0:
             ours.close()
-            self._become(rank, attempt, theirs)
+            self._become(rank, attempt, theirs, agent)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         return RankProcess(rank, attempt, pid, os.pidfd_open(pid), ours)
 
-    def _become(self, rank: int, attempt: int, link: socket.socket) -> None:
-        """Turns a forked process into a rank, and ends it with that."""
+    def _become(self, rank: int, attempt: int, link: socket.socket, agent: int) -> None:
+        """Turns a forked process into a rank, and ends it with that; `agent` is the process that forked it."""
         from capricorn.launch.worker import run_forked
 
         code = FAILED
         try:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-            die_with_parent()
+            die_with_parent(agent)
             self._selector.close()
             self._link.close()
             for process in self._processes.values():
@@ -226,12 +243,20 @@ class NodeAgent:
             time.sleep(HEARTBEAT_S)
 
     def _hear(self, process: RankProcess) -> None:
-        """Notes that a rank has left its attempt, of its own accord or because it was told to."""
-        if not receive(process.link):  # its end is told by its pidfd
+        """Notes that a rank trains, or has left its attempt, of its own accord or because it was told to."""
+        if not (message := receive(process.link)):  # its end is told by its pidfd
             self._selector.unregister(process.link)
             return
-        if process.state is RankState.KILLED:
-            return
+        report = rank_report(message)
+        if isinstance(report, TrainingBegan):
+            if process.state is RankState.STARTING and report.attempt == process.attempt:
+                process.state = RankState.TRAINING
+                self._silence.heard(process.rank, self._awake())
+        elif process.state is not RankState.KILLED:
+            self._let_go(process)
+
+    def _let_go(self, process: RankProcess) -> None:
+        """Reports a rank that has left the attempt of now, or sends it on to that."""
         process.state = RankState.LEFT
         if process.attempt == self._attempt:
             self._report(RankEnded(rank=process.rank, attempt=process.attempt, exit_code=FAILED))
@@ -241,17 +266,22 @@ class NodeAgent:
     def _send_on(self, process: RankProcess) -> None:
         with contextlib.suppress(ConnectionError):  # it has just ended, of which its pidfd tells; it is forked anew
             process.link.send(to_bytes(StartAttempt(attempt=self._attempt)))
-            process.state, process.attempt = RankState.TRAINING, self._attempt
+            process.state, process.attempt = RankState.STARTING, self._attempt
+            self._silence.heard(process.rank, self._awake(), is_starting=True)
 
-    def _reap(self, process: RankProcess) -> None:
-        """Lets go of a process that has ended; if its attempt is over, it is forked anew for that of now."""
+    def _reap(self, process: RankProcess, code: int | None = None) -> None:
+        """Lets go of a process that has ended, or is left alone with that exit code.
+
+        If its attempt is over, the rank is forked anew for that of now.
+        """
         del self._processes[process.rank]
+        self._silence.forget(process.rank)
         for end in (process.link, process.pidfd):
             if end in self._selector.get_map():
                 self._selector.unregister(end)
         process.link.close()
         os.close(process.pidfd)
-        code = process.exit_code()
+        code = process.exit_code() if code is None else code
         if process.attempt == self._attempt:
             self._report(RankEnded(rank=process.rank, attempt=process.attempt, exit_code=code))
         else:
@@ -259,34 +289,55 @@ class NodeAgent:
 
     def _watch(self) -> None:
         """Kills ranks that do not leave in time or are frozen, which are reaped then; gives our own heartbeat."""
-        now_s = self._clock()
-        for process in self._processes.values():
+        now_s = self._awake()
+        self._hear_heartbeats(now_s)
+        frozen = self._silence.silent(now_s, lambda rank: self._processes[rank].states())
+        for process in list(self._processes.values()):
+            is_late = now_s > process.due_s
             if process.state is RankState.KILLED:
+                if is_late:
+                    tell_undead(f"rank {process.rank}", process.pid)
+                    self._reap(process, -signal.SIGKILL)
                 continue
-            is_late = process.state is RankState.LEAVING and now_s > process.leave_by_s
-            is_frozen = now_s - self._heartbeats[process.rank - self._ranks.start] > self._frozen_s
-            if is_frozen:
-                self._report(RankFrozen(rank=process.rank, attempt=process.attempt, silent_s=self._frozen_s))
-            if is_late or is_frozen:
-                process.state = RankState.KILLED
+            if process.rank in frozen:
+                silent_s = frozen[process.rank]
+                self._report(RankFrozen(rank=process.rank, attempt=process.attempt, silent_s=silent_s))
+            if process.rank in frozen or (process.state is RankState.LEAVING and is_late):
+                process.state, process.due_s = RankState.KILLED, now_s + KILL_TIMEOUT_S
                 process.signal(signal.SIGKILL)
-        if now_s - self._reported_s > HEARTBEAT_S:
+        if self._clock() - self._reported_s > HEARTBEAT_S:
             self._report(NodeAlive())
+
+    def _hear_heartbeats(self, now_s: Seconds) -> None:
+        for rank, process in self._processes.items():
+            beat = self._heartbeats[rank - self._ranks.start]
+            if beat != process.beat:
+                process.beat = beat
+                self._silence.heard(rank, now_s, is_starting=process.state is RankState.STARTING)
 
     def _report(self, report: FrozenModel) -> None:
         self._reported_s = self._clock()
         self._link.send(to_bytes(report))
 
     def _stop(self) -> None:
-        """Ends all ranks, by force those that take too long."""
+        """Ends all ranks, by force those that take too long; one that does not end even so is named and left."""
         for process in self._processes.values():
             process.signal(signal.SIGTERM)
             process.link.close()
         end_s = self._clock() + STOP_S
         for process in self._processes.values():
-            if not select.select([process.pidfd], [], [], max(0.0, end_s - self._clock()))[0]:
+            if not _is_readable(process.pidfd, end_s - self._clock()):
                 process.signal(signal.SIGKILL)
-            process.exit_code()
+        end_s = self._clock() + KILL_TIMEOUT_S
+        for process in self._processes.values():
+            if _is_readable(process.pidfd, end_s - self._clock()):
+                process.exit_code()
+            else:
+                tell_undead(f"rank {process.rank}", process.pid)
+
+
+def _is_readable(fd: int, timeout_s: Seconds) -> bool:
+    return bool(select.select([fd], [], [], max(0.0, timeout_s))[0])
 
 
 def _end(signum: int, frame: object) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Protocol
 
 from capricorn.errors import CapricornError
+from capricorn.records.samples import IterationSample
 from capricorn.units import Seconds
 
 FAILED: Final = 1
@@ -43,8 +44,8 @@ class Nodes(Protocol):
         """Says whether all ranks have trained to the end."""
         ...
 
-    def progressed(self) -> None:
-        """Is told that some rank has finished an iteration."""
+    def progressed(self, samples: Sequence[IterationSample] = ()) -> None:
+        """Is told that some rank has come on: by these iterations, or by a step on its way back to training."""
         ...
 
     def stop(self) -> None:
@@ -70,7 +71,7 @@ class FakeNodes:
     def are_done(self) -> bool:
         return not self._acts
 
-    def progressed(self) -> None:
+    def progressed(self, samples: Sequence[IterationSample] = ()) -> None:
         self.num_progressed += 1
 
     def stop(self) -> None:

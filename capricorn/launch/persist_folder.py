@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from capricorn.config.scenario import Scenario
-from capricorn.errors import CapricornError, ConfigError
+from capricorn.errors import ConfigError, StoreError
 from capricorn.runtime.persist.layout import Manifest, folder_of, is_persistent_tier, iterations_in
 
 PERSISTENT: Final = "persistent"
@@ -43,7 +43,7 @@ def check_tier(scenario: Scenario) -> None:
     for iteration in reversed(iterations_in(root)):
         try:
             found = Manifest.read(folder_of(root, iteration))
-        except CapricornError:
+        except StoreError:
             continue  # damaged: the ranks will name it, and skip it
         _check_model(found, scenario, root)
         return

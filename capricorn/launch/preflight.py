@@ -11,7 +11,7 @@ import re
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
@@ -20,12 +20,16 @@ import psutil
 
 import capricorn
 from capricorn.config.scenario import Scenario
+from capricorn.emulation.testbed import NAMESPACES, USER_NAMESPACES
 from capricorn.errors import ConfigError
 from capricorn.faults.applicability import why_not
 from capricorn.faults.feasibility import why_not_here
 from capricorn.planner.placement import recovery_probability
 from capricorn.records.samples import Environment
-from capricorn.sizing.memory import STATE_BYTES_PER_PARAM, Needs, needs_of, total_params
+from capricorn.runtime.comm.addresses import LOOPBACK, check_endpoint, why_no_endpoint, why_no_loopback
+from capricorn.sizing.memory import Needs, needs_of
+from capricorn.sizing.memory_limit import available_memory
+from capricorn.sizing.written_folders import written_folders
 from capricorn.systems.registry import SYSTEMS, find
 from capricorn.units import Bytes, format_bytes
 
@@ -36,7 +40,6 @@ BASE_FILES, FILES_PER_RANK = 64, 16
 
 NUM_LOST = 2
 
-_CGROUP = Path("/sys/fs/cgroup")
 _CAP_NET_ADMIN = 12
 
 
@@ -135,15 +138,30 @@ def require(scenario: Scenario) -> None:
     Raises:
         ConfigError: in one line: what is needed, what there is, what to do. The first thing missing is named.
     """
-    for check in _needed(resolve_device(scenario)):
+    check_endpoint(scenario.launch)
+    _refuse_first(_needed(resolve_device(scenario)))
+
+
+def require_folders(scenario: Scenario, out: Path) -> None:
+    """Checks that a run with its records below `out` can write all that it writes on disk.
+
+    Raises:
+        ConfigError: as for `require`.
+    """
+    _refuse_first(_check_folders(scenario, out))
+
+
+def _refuse_first(found: Iterable[Check]) -> None:
+    for check in found:
         if not check.ok:
             raise ConfigError(f"{check.name}: this run needs {check.needed}, found {check.found}; {check.advice}")
 
 
-def checks(scenario: Scenario) -> list[Check]:
-    """Returns all there is to check before the scenario is run: what it needs, and what was asked of it."""
+def checks(scenario: Scenario, out: Path) -> list[Check]:
+    """Returns all there is to check before a run with its records below `out`: its needs, and what was asked of it."""
     scenario = resolve_device(scenario)
-    return [*_needed(scenario), *_check_persist_folder(scenario), *_check_faults(scenario), *_foresee_losses(scenario)]
+    asked = (*_check_folders(scenario, out), *_check_faults(scenario, out), *_foresee_losses(scenario))
+    return [*_needed(scenario), *asked]
 
 
 def other_checks(scenario: Scenario) -> list[Check]:
@@ -161,6 +179,7 @@ def _needed(scenario: Scenario) -> Iterator[Check]:
     if cuda:
         yield _check_cuda(scenario)
     yield _check_files(scenario)
+    yield from _check_network(scenario)
     yield _check_memory(scenario, needs)
     yield _check_tmpfs(scenario, needs)
 
@@ -218,26 +237,30 @@ def _check_memory(scenario: Scenario, needs: Needs) -> Check:
     )  # fmt: skip
 
 
-def _check_persist_folder(scenario: Scenario) -> Iterator[Check]:
-    """Checks whether checkpoints can go where the user wants them; makes no folder."""
-    if not scenario.persist.dir:
-        return
-    folder = Path(scenario.persist.dir).resolve()
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    num_kept = scenario.persist.keep + 1 if scenario.persist.every else 0
-    needed_bytes = num_kept * STATE_BYTES_PER_PARAM * total_params(scenario.model)
-    can_write, free_bytes = there.is_dir() and os.access(there, os.W_OK | os.X_OK), _free_bytes(there)
-    found = f"{format_bytes(free_bytes)} free" if can_write else f"{there} is no writable folder"
-    yield Check(
-        f"--persist-dir {folder}", can_write and free_bytes >= needed_bytes, found,
-        f"{format_bytes(needed_bytes)} free", "name a folder with more room, or a smaller persist.keep",
-    )  # fmt: skip
+def _check_folders(scenario: Scenario, out: Path) -> Iterator[Check]:
+    """Checks whether all that a run writes on disk finds room; makes no folder."""
+    for each in written_folders(scenario, out):
+        can_write, free_bytes = each.can_be_written, _free_bytes(each.there)
+        found = f"{format_bytes(free_bytes)} free" if can_write else f"{each.there} is no writable folder"
+        ok = can_write and free_bytes >= each.num_bytes
+        yield Check(each.name, ok, found, f"{format_bytes(each.num_bytes)} free", each.advice)
 
 
-def _check_faults(scenario: Scenario) -> Iterator[Check]:
-    """Checks whether each failure can be injected here, into a run that is recorded below the present folder."""
+def _check_network(scenario: Scenario) -> Iterator[Check]:
+    """Checks whether the nodes can meet: over the loopback of this machine, or at the endpoint that was named."""
+    if scenario.launch.nnodes:
+        reason = why_no_endpoint(scenario.launch)
+        yield Check("rendezvous", not reason, reason or "can be reached", scenario.launch.rdzv_endpoint, "name another")
+    elif scenario.cluster.links not in (NAMESPACES, USER_NAMESPACES):
+        reason = why_no_loopback()
+        advice = "bring it up: ip link set lo up"
+        yield Check("loopback", not reason, reason or "carries", f"{LOOPBACK} that carries", advice)
+
+
+def _check_faults(scenario: Scenario, out: Path) -> Iterator[Check]:
+    """Checks whether each failure can be injected here, into a run that is recorded below `out`."""
     for fault in scenario.faults:
-        reason = why_not(fault, scenario) or why_not_here(fault, scenario, Path())
+        reason = why_not(fault, scenario) or why_not_here(fault, scenario, out)
         yield Check(f"fault {fault}", not reason, reason or "can be injected", "-", "leave it out")
 
 
@@ -265,22 +288,12 @@ def _check_privileges() -> Check:
     return Check("privileges", True, found, "none for --cluster local", "run as root to emulate a network")
 
 
-# --- memory and file systems -------------------------------------------------------------------------------------
-
-
-def available_memory() -> Bytes:
-    """Returns the memory that can be had: what the kernel says is available, within the container's limit."""
-    available: Bytes = psutil.virtual_memory().available
-    limit, used = _read(_CGROUP / "memory.max").strip(), _read(_CGROUP / "memory.current").strip()
-    if not (limit.isdigit() and used.isdigit()):
-        return available
-    cached = re.search(r"^inactive_file (\d+)$", _read(_CGROUP / "memory.stat"), re.MULTILINE)
-    return max(0, min(available, int(limit) - int(used) + (int(cached[1]) if cached else 0)))
+# --- file systems ------------------------------------------------------------------------------------------------
 
 
 def _free_bytes(folder: Path) -> Bytes:
-    stat = os.statvfs(folder)
-    return stat.f_bavail * stat.f_frsize
+    facts = os.statvfs(folder)
+    return facts.f_bavail * facts.f_frsize if facts.f_blocks else sys.maxsize  # some have no limit, and say so by 0
 
 
 def _filesystem(folder: Path) -> str:

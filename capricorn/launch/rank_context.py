@@ -17,9 +17,13 @@ import torch.distributed as dist
 from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from capricorn.records.job_file import ATTEMPT, Job
+from capricorn.runtime.comm.addresses import own_address
 from capricorn.runtime.comm.collectives import maximum
 
 COLLECTIVE_TIMEOUT: Final = timedelta(seconds=120)
+SUPERVISED_TIMEOUT: Final = timedelta(minutes=30)
+"""The timeout of collectives where node agents and launcher find ranks that hang, much earlier. They know when all were
+paused; a collective does not, and a short timeout would be over after any pause that is longer."""
 JOIN_TIMEOUT: Final = timedelta(seconds=15)
 """How long finding the rendezvous store may take."""
 
@@ -87,9 +91,9 @@ class ForkedContext:
         # A store that outlives all ranks needs a name for each attempt: addresses of the dead must not be read.
         store = PrefixStore(f"attempt{self.attempt}", self._store())
         dist.init_process_group(
-            backend, store=store, rank=self.rank, world_size=self.world_size, timeout=COLLECTIVE_TIMEOUT
+            backend, store=store, rank=self.rank, world_size=self.world_size, timeout=SUPERVISED_TIMEOUT
         )
-        return RendezvousResult(dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT), self.attempt)
+        return RendezvousResult(dist.new_group(backend="gloo", timeout=SUPERVISED_TIMEOUT), self.attempt)
 
     def address(self) -> str:
         return _emulated(self._job, self.rank)
@@ -123,13 +127,6 @@ def _shut(fd: int) -> None:
         is_listener = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
         if sock.family in (socket.AF_INET, socket.AF_INET6) and not is_listener:
             sock.shutdown(socket.SHUT_RDWR)
-
-
-def own_address(peer: str) -> str:
-    """Returns the address of the interface by which this machine reaches `peer`; sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((peer, 9))
-        return str(probe.getsockname()[0])
 
 
 def _emulated(job: Job, rank: int) -> str:

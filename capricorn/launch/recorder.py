@@ -37,7 +37,7 @@ class Recorder(TrainerHook):
     """Listens to the trainer and writes between iterations, outside of what is timed."""
 
     def __init__(self, job: Job, rank: int, attempt: int, system: CheckpointSystem, pacer: Pacer | None) -> None:
-        self._dir, self._rank, self._attempt, self._system = job.run_dir, rank, attempt, system
+        self._job, self._dir, self._rank, self._attempt, self._system = job, job.run_dir, rank, attempt, system
         self._pacer = pacer
         self._tokens = job.scenario.model.tokens_per_rank
         self._every = job.scenario.system.every
@@ -76,7 +76,7 @@ class Recorder(TrainerHook):
     ) -> None:
         """Writes an event of now, with what the system has done since the last sample."""
         now, before = self._system.counters(), self._before
-        values = {"event": event, "at_s": time.time(), "attempt": self._attempt, "rank": self._rank}
+        values = {"event": event, "at_s": self._job.now_s(), "attempt": self._attempt, "rank": self._rank}
         values |= {
             "iteration": iteration,
             "detail": detail,
@@ -98,7 +98,7 @@ class Recorder(TrainerHook):
             iteration=measured.iteration,
             rank=self._rank,
             attempt=self._attempt,
-            at_s=time.time(),
+            at_s=self._job.now_s(),
             duration_s=measured.duration_s,
             stall_s=measured.stall_s,
             loss=measured.loss,

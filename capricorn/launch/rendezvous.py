@@ -22,9 +22,9 @@ def serve(fd: int) -> None:
 
 
 def main() -> None:
-    """Serves the descriptor argv[1], tied to the life of the launcher."""
-    die_with_parent()
-    serve(int(sys.argv[1]))
+    """Serves the descriptor argv[2], tied to the life of the launcher argv[1]."""
+    die_with_parent(int(sys.argv[1]))
+    serve(int(sys.argv[2]))
     os._exit(0)
 
 

@@ -1,21 +1,28 @@
 """When an attempt is given up and how often another may follow: pure values, told the time by who holds them.
 
+The time is that for which the launcher was awake (`AwakeClock`): one that was stopped has not seen what was done.
 Must know no process and no socket.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Callable, Hashable
+from typing import Final, Generic, TypeVar
 
 from capricorn.launch.nodes import GaveUpError
+from capricorn.process import is_stopped
 from capricorn.units import Seconds
 
 FIRST_ITERATION_PATIENCE_S: Final[Seconds] = 300.0
-"""How long the first iteration of a run may take to come."""
+"""How long an iteration may take in which something happens for the first time."""
 PATIENCE_ITERATIONS: Final = 10
 """A run is stuck after this many times the longest iteration so far."""
-PAUSE_S: Final[Seconds] = 2.0
-"""If the launcher's wait took this much longer than it asked for, the launcher itself was stopped."""
+START_PATIENCE_S: Final[Seconds] = 60.0
+"""How long a process may be silent that starts: it imports or waits for a device, and lets no thread run meanwhile."""
+STARVED_FACTOR: Final = 4
+"""A silent process that the machine does not let run has this many times the patience for one that sleeps."""
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 class RestartBudget:
@@ -36,50 +43,104 @@ class RestartBudget:
 
 
 class ProgressWatchdog:
-    """Whether a run is stuck: no iteration comes for longer than its own pace and all bounded waits can explain."""
+    """Whether a run is stuck: nothing comes for longer than its own pace and all bounded waits can explain.
 
-    def __init__(self, least_patience_s: Seconds) -> None:
-        self._least_patience_s = least_patience_s
+    | what comes next                                    | how long it may take                                      |
+    |----------------------------------------------------|-----------------------------------------------------------|
+    | the first iteration of the run                     | `FIRST_ITERATION_PATIENCE_S`                              |
+    | an iteration that the first checkpoint may hold up | the same, or as any other if that is longer               |
+    | any other, or a rank that comes back               | `PATIENCE_ITERATIONS` times the longest so far, and as    |
+    |                                                    | long as waits are bounded by                              |
+
+    A checkpoint may hold up the iteration that it is of, and the one after it.
+    """
+
+    def __init__(self, least_patience_s: Seconds, *, every: int = 0) -> None:
+        """Begins before the first attempt.
+
+        `every` is the number of iterations from one checkpoint to the next; 0 is no checkpoint at all.
+        """
+        self._least_patience_s, self._every = least_patience_s, every
         self._progress_s: Seconds = 0.0
-        """When the newest iteration was heard of, or else the attempt began."""
+        """When a rank has last come on, or else the attempt began."""
         self._longest_s: Seconds = 0.0
-        """Between two iterations so far; 0 before the first."""
-        self._waited_s: Seconds | None = None
+        """From one sign of progress to the next, so far."""
+        self._iteration = 0
+        """The newest that was finished."""
+        self._first_saved: int | None = None
+        """The first of which a checkpoint was requested."""
 
     def attempt_began(self, now_s: Seconds) -> None:
         self._progress_s = now_s
 
-    def progressed(self, now_s: Seconds) -> None:
-        """Notes that an iteration was finished by some rank."""
+    def progressed(self, now_s: Seconds, *, iteration: int = 0, is_saved: bool = False) -> None:
+        """Notes that some rank has come on.
+
+        `iteration` is the one it has finished, if that was it, and `is_saved` whether a checkpoint of it was requested.
+        """
         self._longest_s = max(self._longest_s, now_s - self._progress_s)
         self._progress_s = now_s
-
-    def wait_begins(self, now_s: Seconds, timeout_s: Seconds) -> None:
-        """Notes a wait of the launcher; a launcher that was stopped since the last one has not seen what was done."""
-        paused_s = 0.0 if self._waited_s is None else now_s - self._waited_s - timeout_s
-        if paused_s > PAUSE_S:
-            self._progress_s += paused_s
-        self._waited_s = now_s
+        self._iteration = max(self._iteration, iteration)
+        if is_saved and self._first_saved is None:
+            self._first_saved = iteration
 
     def is_stuck(self, now_s: Seconds) -> bool:
-        if not self._longest_s:
-            return now_s - self._progress_s > FIRST_ITERATION_PATIENCE_S
-        return now_s - self._progress_s > max(self._least_patience_s, PATIENCE_ITERATIONS * self._longest_s)
+        return now_s - self._progress_s > self._patience_s()
+
+    def _patience_s(self) -> Seconds:
+        if self._iteration == 0:
+            return FIRST_ITERATION_PATIENCE_S
+        usual_s = max(self._least_patience_s, PATIENCE_ITERATIONS * self._longest_s)
+        return max(usual_s, FIRST_ITERATION_PATIENCE_S) if self._may_save_first() else usual_s
+
+    def _may_save_first(self) -> bool:
+        if self._first_saved is None:  # a system may leave out the first that are due
+            return self._every > 0 and (self._iteration + 1) % self._every == 0
+        return self._iteration == self._first_saved
 
 
-class SilenceWatchdog:
-    """Which nodes have said nothing for too long."""
+class SilenceWatchdog(Generic[Key]):
+    """Which of those that are watched have said nothing for too long."""
 
-    def __init__(self, patience_s: Seconds) -> None:
-        self._patience_s = patience_s
-        self._heard_s: dict[int, Seconds] = {}
+    def __init__(self, frozen_s: Seconds) -> None:
+        """Watches nobody yet; `frozen_s` is how long one may be silent that is at work."""
+        self._frozen_s = frozen_s
+        self._heard_s: dict[Key, Seconds] = {}
+        self._starting: set[Key] = set()
 
-    def heard(self, node: int, now_s: Seconds) -> None:
-        """Notes that a node has started or said something."""
-        self._heard_s[node] = now_s
+    def heard(self, key: Key, now_s: Seconds, *, is_starting: bool = False) -> None:
+        """Notes that one was started or has said something, and whether it is still starting."""
+        self._heard_s[key] = now_s
+        (self._starting.add if is_starting else self._starting.discard)(key)
 
-    def forget(self, node: int) -> None:
-        del self._heard_s[node]
+    def forget(self, key: Key) -> None:
+        del self._heard_s[key]
 
-    def silent(self, now_s: Seconds) -> list[int]:
-        return [node for node, heard_s in self._heard_s.items() if now_s - heard_s > self._patience_s]
+    def silent(self, now_s: Seconds, states_of: Callable[[Key], str]) -> dict[Key, Seconds]:
+        """Returns who has been silent for too long, and what is too long for it.
+
+        `states_of` is asked only for those that may be: it returns what `thread_states` does.
+        """
+        silences_s = {key: now_s - heard_s for key, heard_s in self._heard_s.items()}
+        patiences_s = {
+            key: patience_s(self._frozen_s, states_of(key), is_starting=key in self._starting)
+            for key, silence_s in silences_s.items()
+            if silence_s > self._frozen_s
+        }
+        return {key: patience_s for key, patience_s in patiences_s.items() if silences_s[key] > patience_s}
+
+
+def patience_s(frozen_s: Seconds, states: str, *, is_starting: bool) -> Seconds:
+    """Returns for how long a process may be silent, by the states of its threads:
+
+    | threads                       | starts             | is at work                    |
+    |-------------------------------|--------------------|-------------------------------|
+    | are stopped                   | `frozen_s`         | `frozen_s`                    |
+    | one would run if it were let  | `START_PATIENCE_S` | `STARVED_FACTOR` x `frozen_s` |
+    | all sleep                     | `START_PATIENCE_S` | `frozen_s`                    |
+    """
+    if is_stopped(states):
+        return frozen_s
+    if is_starting:
+        return max(frozen_s, START_PATIENCE_S)
+    return frozen_s if set(states).isdisjoint("RD") else STARVED_FACTOR * frozen_s

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from capricorn.config.endpoint import parse_endpoint
 from capricorn.emulation.fabric import NamespaceEntry
 from capricorn.emulation.testbed import NetworkBackend
-from capricorn.errors import ConfigError
+from capricorn.errors import CapricornError
 from capricorn.launch.nodes import GaveUpError
-from capricorn.launch.restart_policy import RestartBudget
+from capricorn.launch.restart_policy import RestartBudget, SilenceWatchdog
+from capricorn.process import PYTHON, AwakeClock, Child, is_stopped, kill_child, thread_states
 from capricorn.records.job_file import Job
+from capricorn.records.samples import IterationSample
+from capricorn.runtime.comm.addresses import own_address
 from capricorn.runtime.store.node_store import NodeStore
 from capricorn.units import Seconds
 
@@ -25,18 +28,20 @@ KEEP_ALIVE_ATTEMPTS = 5
 """A lost agent is noticed by torchrun's rendezvous after interval x attempts; its defaults make that 15 s."""
 JOIN_TIMEOUT_S = 300
 STOP_TIMEOUT_S: Seconds = 10.0
+MAX_GAP_S: Seconds = 0.5
+"""Between two waits; the launcher was busy or stopped itself if it is longer."""
+RENDEZVOUS = -1
+"""The number of the rendezvous store among the nodes that may be stopped."""
 
 
-class ChildProcess(Protocol):
+class ChildProcess(Child, Protocol):
     """A child of this process; `subprocess.Popen` is one."""
+
+    pid: int
 
     def poll(self) -> int | None: ...
 
-    def wait(self, timeout: Seconds | None = None) -> int: ...
-
     def terminate(self) -> None: ...
-
-    def kill(self) -> None: ...
 
 
 def spawn(
@@ -72,26 +77,22 @@ class Rendezvous:
             network: the backend that the nodes are in.
             log_dir: where the store writes what it prints.
             spawn: starts a process, as `spawn` does.
-
-        Raises:
-            ConfigError: this machine is to host the user's endpoint and its port is taken.
         """
         launch = job.scenario.launch
-        self._process: ChildProcess | None = None
+        self.process: ChildProcess | None = None
+        """Serves the store; None if it is the user's."""
         if launch.nnodes:
-            self.endpoint = launch.rdzv_endpoint
-            if launch.node_rank == 0:
-                _check_port(self.endpoint)
+            self.endpoint = str(parse_endpoint(launch.rdzv_endpoint, "--rdzv-endpoint"))
             return
         with network.listener as listener:
             self.endpoint = "{}:{}".format(*listener.getsockname())
-            module = ("capricorn.launch.rendezvous", str(listener.fileno()))
+            module = ("capricorn.launch.rendezvous", str(os.getpid()), str(listener.fileno()))
             log = log_dir / "rendezvous.log"
-            self._process = spawn(network.enter_switch(), module, log, pass_fds=(listener.fileno(),))
+            self.process = spawn(network.enter_switch(), module, log, pass_fds=(listener.fileno(),))
 
     def stop(self) -> None:
-        if self._process is not None:
-            _stop(self._process)
+        if self.process is not None:
+            _stop(self.process)
 
 
 class TorchrunNodes:
@@ -124,6 +125,8 @@ class TorchrunNodes:
         self._replacements = RestartBudget(launch.max_restarts + len(job.scenario.faults))
         self._processes: dict[int, ChildProcess] = {}
         self._rendezvous: Rendezvous | None = None
+        self._awake = AwakeClock(MAX_GAP_S)
+        self._silence = SilenceWatchdog[int](2 * launch.frozen_s)
 
     def start(self) -> None:
         self._rendezvous = Rendezvous(self._job, self._network, self._log_dir, self._spawn)
@@ -133,6 +136,13 @@ class TorchrunNodes:
 
     def wait(self, timeout_s: Seconds) -> None:
         self._sleep(timeout_s)
+        self._kill_stopped()
+        if (
+            self._rendezvous is not None
+            and (store := self._rendezvous.process) is not None
+            and store.poll() is not None
+        ):
+            raise CapricornError(f"the rendezvous store, by which nodes start again, has ended: {_end_of(store)}")
         for node, code in self._exit_codes().items():
             if code > 0:  # torchrun has restarted the ranks as often as it may
                 raise GaveUpError(node)
@@ -146,7 +156,7 @@ class TorchrunNodes:
         codes = self._exit_codes()
         return len(codes) == len(self._nodes) and not any(codes.values())
 
-    def progressed(self) -> None:
+    def progressed(self, samples: Sequence[IterationSample] = ()) -> None:
         """Does nothing: torchrun sees to ranks that hang."""
 
     def stop(self) -> None:
@@ -158,6 +168,18 @@ class TorchrunNodes:
             _stop(process, max(0.1, deadline_s - time.monotonic()))
         if self._rendezvous is not None:
             self._rendezvous.stop()
+
+    def _kill_stopped(self) -> None:
+        """Kills agents and the rendezvous store if they have been stopped for too long: nobody else would notice."""
+        processes = dict(self._processes)
+        if self._rendezvous is not None and self._rendezvous.process is not None:
+            processes[RENDEZVOUS] = self._rendezvous.process
+        now_s, states = self._awake(), {key: thread_states(process.pid) for key, process in processes.items()}
+        for key in processes:
+            if not is_stopped(states[key]):
+                self._silence.heard(key, now_s)
+        for key in self._silence.silent(now_s, states.__getitem__):
+            kill_child(processes[key], "the rendezvous store" if key == RENDEZVOUS else f"the agent of node {key}")
 
     def _exit_codes(self) -> dict[int, int]:
         """Returns by node the exit codes of the agents that have ended, negative for the signal that ended one."""
@@ -173,14 +195,20 @@ class TorchrunNodes:
     def _module(self, node: int) -> list[str]:
         scenario = self._job.scenario
         launch = scenario.launch
-        where = ["--node-rank", str(node)] if launch.nnodes else ["--local-addr", self._network.address(node)]
+        where = ["--local-addr", self._network.address(node)]
+        if launch.nnodes:
+            # Not the name of this machine, which others may not know, or which may stand for its loopback.
+            host = parse_endpoint(launch.rdzv_endpoint, "--rdzv-endpoint").host
+            where = ["--node-rank", str(node), "--local-addr", own_address(host)]
         conf = {
             "join_timeout": JOIN_TIMEOUT_S,
             "keep_alive_interval": KEEP_ALIVE_INTERVAL_S,
             "keep_alive_max_attempt": KEEP_ALIVE_ATTEMPTS,
-        } | ({} if launch.nnodes else {"is_host": 0})
+            # Told, as torchrun knows a machine by its name alone.
+            "is_host": int(launch.nnodes > 0 and launch.node_rank == 0),
+        }
         return [
-            "capricorn.launch.torchrun_agent",
+            *("capricorn.launch.torchrun_agent", str(os.getpid())),
             *("--nnodes", str(scenario.topology.num_nodes)),
             *("--nproc-per-node", str(scenario.topology.ranks_per_node)),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", self._endpoint),
@@ -189,7 +217,7 @@ class TorchrunNodes:
             *where,
             *("--max-restarts", str(launch.max_restarts + len(scenario.faults))),
             *("--monitor-interval", "0.1", "--shutdown-timeout", "5"),
-            *("-m", "capricorn.launch.worker", str(self._job_file)),
+            *("--no-python", *PYTHON, "capricorn.launch.worker", str(self._job_file)),
         ]
 
     def _environment(self) -> dict[str, str]:
@@ -203,18 +231,12 @@ class TorchrunNodes:
 def _stop(process: ChildProcess, timeout_s: Seconds = STOP_TIMEOUT_S) -> None:
     with contextlib.suppress(ProcessLookupError):
         process.terminate()
-    try:
+    with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+        return
+    kill_child(process, "a process of the run")
 
 
-def _check_port(endpoint: str) -> None:
-    host, _, port = endpoint.rpartition(":")
-    try:
-        with socket.create_server((host, int(port))):
-            return
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not a port"
-        raise ConfigError(f"--rdzv-endpoint {endpoint} cannot be used here: {reason}; choose another port") from None
+def _end_of(process: ChildProcess) -> str:
+    code = process.poll() or 0
+    return f"killed by signal {-code}" if code < 0 else f"exit code {code}"

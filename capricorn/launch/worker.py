@@ -15,12 +15,14 @@ A rank that may not leave this way ends its process, and its successor begins wi
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import socket
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -29,11 +31,12 @@ import torch.distributed as dist
 
 from capricorn.emulation.pacer import Pacer
 from capricorn.emulation.route import Links, Route
-from capricorn.errors import CapricornError, ConfigError, NoCompleteCheckpointError, TransportError
+from capricorn.errors import CapricornError, ConfigError, NoCompleteCheckpointError, RecordError, TransportError
 from capricorn.faults.injector import FaultInjector
 from capricorn.faults.process_registry import register_worker
+from capricorn.files import write_text
 from capricorn.hooks import HookChain
-from capricorn.launch.launch_messages import AttemptLeft, StartAttempt, receive, to_bytes
+from capricorn.launch.launch_messages import AttemptLeft, StartAttempt, TrainingBegan, receive, to_bytes
 from capricorn.launch.nodes import FAILED, UNREACHABLE
 from capricorn.launch.rank_context import (
     ForkedContext,
@@ -44,7 +47,7 @@ from capricorn.launch.rank_context import (
 )
 from capricorn.launch.recorder import Recorder, was_ever_complete
 from capricorn.process import die_with_parent
-from capricorn.records.job_file import FATAL, Job
+from capricorn.records.job_file import Job
 from capricorn.runtime.comm.collectives import maximum, share_text
 from capricorn.runtime.persist.layout import iterations_in
 from capricorn.systems.interface import CheckpointSystem, JobContext
@@ -55,8 +58,8 @@ from capricorn.trainer.training import RankTraining
 
 
 def main() -> None:
-    """Runs the rank that torchrun's environment names, of the job in the file argv[1]."""
-    die_with_parent()
+    """Runs the rank that torchrun's environment names, of the job in the file argv[1]; argv[2] is its agent."""
+    die_with_parent(int(sys.argv[2]))
     signal.signal(signal.SIGTERM, _leave)
     job = Job.read(Path(sys.argv[1]))
     torch.set_num_threads(1)  # results are bit-reproducible at a fixed number of threads only
@@ -75,7 +78,12 @@ def run_forked(job: Job, context: ForkedContext, link: socket.socket) -> int:
 
     When it has left an attempt it says so over the link and waits to be told the next.
     """
-    worker = Worker(job, context)
+
+    def training_began() -> None:
+        with contextlib.suppress(ConnectionError):  # the node has ended, and takes us along
+            link.send(to_bytes(TrainingBegan(attempt=context.attempt)))
+
+    worker = Worker(job, context, training_began)
     while (error := _attempt(worker)) is not None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         worker.fail(error)
@@ -112,8 +120,10 @@ def _leave(signum: int, frame: FrameType | None) -> None:
 class Worker:
     """One rank from its start to its end."""
 
-    def __init__(self, job: Job, context: RankContext) -> None:
+    def __init__(self, job: Job, context: RankContext, training_began: Callable[[], None] = lambda: None) -> None:
+        """Starts nothing yet; `training_began` is called after the first iteration of each attempt."""
         self._job, self._context, self._rank = job, context, context.rank
+        self._training_began = training_began
         emulation, model = job.scenario.emulation, job.scenario.model
         self._pacer = Pacer(emulation.pace, model, self._rank, context.world_size) if emulation else None
         self._routes = self._open_routes()
@@ -134,19 +144,27 @@ class Worker:
         self._recorder.event("started", f"pid {os.getpid()}")
         self._attach(device)
         self._is_training = True
-        for iteration in range(self._iteration + 1, self._job.scenario.train.iterations + 1):
+        first = self._iteration + 1
+        for iteration in range(first, self._job.scenario.train.iterations + 1):
             self._iteration = iteration
             measured = self._trainer.run(iteration)
             self._recorder.iteration(measured)
+            if iteration == first:
+                self._training_began()
         self._finish()
 
     def fail(self, error: BaseException) -> None:
         """Writes down why the attempt ends, and lets a running local copy be completed."""
-        traceback.print_exception(error)
-        self._recorder.event("failed", _in_words(error), iteration=self._iteration)
+        with contextlib.suppress(OSError):  # the log may lie on a full disk
+            traceback.print_exception(error)
         is_hopeless = isinstance(error, CapricornError) and not isinstance(error, TransportError)
-        if is_hopeless and not self._is_training:
-            (self._job.run_dir / FATAL).write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
+        is_hopeless = (is_hopeless and not self._is_training) or isinstance(error, RecordError)
+        try:
+            self._recorder.event("failed", _in_words(error), iteration=self._iteration)
+        except RecordError as unwritten:  # the launcher would not hear of the failure, and start again in vain
+            is_hopeless, error = True, error if is_hopeless else unwritten
+        if is_hopeless:
+            write_text(self._job.fatal, f"{type(error).__name__}: {error}")
         self._system.close()
 
     def can_stay(self, error: BaseException) -> bool:
@@ -260,8 +278,10 @@ class Worker:
         """Completes the checkpoints and leaves together with the others; collective."""
         assert self._training is not None
         detail = ""
+        scenario = self._job.scenario
+        writing_s = scenario.persist.timeout_s if scenario.persist.every else 0.0
         try:
-            self._system.drain(self._job.scenario.system.timeout_s)
+            self._system.drain(scenario.system.timeout_s + writing_s)
         except CapricornError as error:
             detail = str(error)
         digest = f"{self._training.state.content_digest():016x}"

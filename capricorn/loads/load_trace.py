@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from capricorn.errors import ConfigError
+from capricorn.files import open_file
 
 Shares: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]
@@ -105,7 +106,7 @@ def trace_shares(
 def _read(path: Path) -> tuple[Ints, Shares]:
     """Returns the iterations [S] and loads [S, layers, experts] of a trace, checked."""
     try:
-        with path.open("rb") as stream:
+        with open_file(path) as stream:
             if not zipfile.is_zipfile(stream):
                 raise ConfigError(f"trace {path} is no .npz file; save one with numpy.savez")
             stream.seek(0)

@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from capricorn.config.fields import FrozenModel
+from capricorn.records.samples import read_line
 
 S = TypeVar("S", bound=FrozenModel)
 
 
 class Follower(Generic[S]):
-    """Yields each sample of a growing file once."""
+    """Yields each sample of a growing file once; who reads the file at the end counts the lines that are damaged."""
 
     def __init__(self, path: Path, kind: type[S]) -> None:
         self._path, self._kind, self._offset = path, kind, 0
+        self._unknown: set[str] = set()
 
     def new(self) -> Iterator[S]:
         """Yields the samples that came since the last call; a line without its end waits for the next."""
@@ -27,4 +29,5 @@ class Follower(Generic[S]):
                 if not line.endswith(b"\n"):
                     return
                 self._offset += len(line)
-                yield self._kind.model_validate_json(line)
+                if (sample := read_line(line, self._kind, self._unknown)) is not None:
+                    yield sample

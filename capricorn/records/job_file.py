@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Final
 
+from pydantic import Field
+
 from capricorn.config.fields import FrozenModel
 from capricorn.config.scenario import Scenario
+from capricorn.files import write_text
+from capricorn.records.record_file import parse_record, read_json
+from capricorn.units import Seconds
 
 JOB: Final = "job.json"
 FATAL: Final = "fatal.txt"
@@ -39,17 +45,37 @@ class Job(FrozenModel):
     """The folder of the persistent tier, the same for all nodes; it stays after the run."""
     files_dir: Path | None = None
     """The folder for systems that write files, the same for all nodes; it goes with the run."""
+    epoch_s: Seconds = Field(default_factory=lambda: time.time() - time.monotonic())
+    """The begin of this machine's monotonic clock in seconds since the epoch, as the wall clock had it at the start."""
     launcher: int = 0
     """The process of the launcher, from which all others come; 0 is not known."""
 
     def write(self) -> Path:
         path = self.run_dir / JOB
-        path.write_text(self.model_dump_json(indent=2), encoding="utf-8")
+        write_text(path, self.model_dump_json(indent=2))
         return path
 
     @classmethod
     def read(cls, path: Path) -> Job:
-        return cls.model_validate_json(path.read_text(encoding="utf-8"))
+        """Returns the job in that file.
+
+        Raises:
+            ConfigError: there is none, it is damaged, or a newer version has written what this one cannot read.
+        """
+        return parse_record(path, cls, read_json(path, "job"))
+
+    def now_s(self) -> Seconds:
+        """Returns the seconds since the epoch, on a clock that is set once in a run and that nobody sets later.
+
+        All processes of this machine have the same, so that the time between two records is never negative. Time in
+        which the machine is suspended does not pass.
+        """
+        return self.epoch_s + time.monotonic()
+
+    @property
+    def fatal(self) -> Path:
+        """Where a rank says why starting again cannot help: beside the store, as the disk of records may be full."""
+        return self.store_dir / FATAL
 
     def node_dir(self, node: int) -> Path:
         """Returns the folder of a node's part of the store."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
+from capricorn.records.failures import cause_of, injected
 from capricorn.records.samples import (
     EVENTS,
     ITERATIONS,
@@ -36,8 +37,9 @@ def _recovery(
     before: int, attempt: int, events: Sequence[EventSample], samples: Sequence[IterationSample]
 ) -> RecoverySample:
     """Returns how `attempt` followed on the attempt `before`, which was the last to be ready."""
-    faults = [e for e in events if e.event == "fault" and before <= e.attempt < attempt]
-    failures = [e for e in events if e.event == "failed" and before <= e.attempt < attempt]
+    faults = [e for e in injected(events) if before <= e.attempt < attempt]
+    since = [e for e in events if before <= e.attempt < attempt]
+    failures = [e for e in since if e.event == "failed"]
     ready_s = min(e.at_s for e in events if e.event == "ready" and e.attempt == attempt)
     detected_s = min((e.at_s for e in failures), default=faults[-1].at_s if faults else ready_s)
     # The last one before it was noticed: earlier ones may have done no harm.
@@ -49,7 +51,7 @@ def _recovery(
     first = [s.duration_s for s in samples if s.attempt == attempt and s.iteration == iteration + 1]
     return RecoverySample(
         attempt=attempt,
-        what=(causes or failures)[0].detail if causes or failures else "unknown",
+        what=causes[0].detail if causes else cause_of(since) or "unknown",
         detected_at_s=detected_s,
         resumed_iteration=iteration,
         lost_iterations=max(0, _reached(before, events, samples) - iteration),

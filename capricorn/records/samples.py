@@ -9,14 +9,17 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
 
-from pydantic import ValidationError
+from pydantic import AfterValidator, ValidationError
 
 from capricorn.config.fields import FrozenModel
 from capricorn.config.scenario import Scenario
-from capricorn.errors import ConfigError
-from capricorn.units import Bytes, BytesPerSecond, Seconds
+from capricorn.errors import RecordError, note_once
+from capricorn.files import named, open_file, write_text
+from capricorn.records.record_file import MAX_NAMED, check_schema, note_unknown, parse_record, read_json, read_known
+from capricorn.records.strict_json import numbers
+from capricorn.units import Bytes, BytesPerSecond, Seconds, count_noun
 
 SCHEMA_VERSION = 1
 
@@ -34,7 +37,7 @@ class IterationSample(FrozenModel):
     rank: int
     attempt: int
     at_s: Seconds
-    """End of the iteration, seconds since the epoch."""
+    """End of the iteration, in seconds since the epoch as the monotonic clock counts them on from the run's start."""
     duration_s: Seconds
     stall_s: Seconds
     """Time the training thread spent inside the checkpointing system's hooks."""
@@ -136,10 +139,16 @@ class LoadSample(FrozenModel):
     tokens_per_expert: list[int]
 
 
-class EventSample(FrozenModel):
-    """Something that happened to a worker, with the time since the epoch."""
+EventName: TypeAlias = Literal["started", "ready", "failed", "fault", "not-injected", "resumed", "finished", "replaced"]
+"""`not-injected` takes back the `fault` before it of the same rank, which was not done after all; `replaced` is told of
+a process beside the ranks.
+"""
 
-    event: Literal["started", "ready", "failed", "fault", "resumed", "finished"]
+
+class EventSample(FrozenModel):
+    """Something that happened to a worker, with the time as samples have it."""
+
+    event: EventName
     at_s: Seconds
     attempt: int
     rank: int
@@ -174,7 +183,7 @@ class RecoverySample(FrozenModel):
     attempt: int
     what: str
     detected_at_s: Seconds
-    """Seconds since the epoch."""
+    """The time as samples have it."""
     resumed_iteration: int
     """The iteration whose state was restored; 0 is the initial state."""
     lost_iterations: int
@@ -220,7 +229,7 @@ class RunRecord(FrozenModel):
     seed: int
     config: Scenario
     environment: Environment
-    summary: dict[str, Any]
+    summary: Annotated[dict[str, Any], AfterValidator(numbers)]
     verdict: str
     """`ok`, or what is wrong with the run, in one sentence."""
 
@@ -228,67 +237,124 @@ class RunRecord(FrozenModel):
 S = TypeVar("S", bound=FrozenModel)
 
 
+# --- lines -------------------------------------------------------------------------------------------------------
+
+
 def append(path: Path, sample: FrozenModel) -> None:
     """Adds the sample as one line, in one write, so that several processes may share the file.
 
     Raises:
-        OSError: there is no room for it.
+        RecordError: there is no room for it, or none may write there; nothing of it is left then.
     """
     line = (sample.model_dump_json() + "\n").encode()
-    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        if os.write(fd, line) < len(line):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-    finally:
-        os.close(fd)
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o644)
+        try:
+            _write_line(descriptor, line)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise RecordError(f"cannot write {path}: {error.strerror}") from error
 
 
-def read_samples(path: Path, kind: type[S]) -> Iterator[S]:
+def _write_line(descriptor: int, line: bytes) -> None:
+    """Writes a line behind the others: all of it or nothing."""
+    size = os.fstat(descriptor).st_size
+    if size and os.pread(descriptor, 1, size - 1) != b"\n":
+        line = b"\n" + line  # somebody was killed within a line, which is to cost that line only
+    written = os.write(descriptor, line)
+    if written < len(line):
+        end = os.lseek(descriptor, 0, os.SEEK_CUR)
+        if os.fstat(descriptor).st_size == end:  # nobody has come after it
+            os.ftruncate(descriptor, end - written)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def read_samples(path: Path, kind: type[S], damaged: list[int] | None = None) -> Iterator[S]:
     """Yields the samples of one file, none if it is absent; a last line without its end (a kill) is left out.
 
+    So are lines that are damaged: their numbers are added to `damaged`, or a note says them.
+
     Raises:
-        ConfigError: a whole line is not such a sample.
+        ConfigError: the file cannot be read.
     """
-    if not path.exists():
-        return
-    with path.open(encoding="utf-8", errors="replace") as lines:
+    wrong: list[int] = []
+    unknown: set[str] = set()
+    with named(f"read {path}"):
+        try:
+            lines = open_file(path)
+        except FileNotFoundError:
+            return
+    with lines:
         for number, line in enumerate(lines, 1):
-            if not line.endswith("\n"):
-                return
-            try:
-                yield kind.model_validate_json(line)
-            except ValidationError:
-                raise ConfigError(f"{path}, line {number} is damaged: not a {kind.__name__}") from None
+            if not line.endswith(b"\n"):
+                break
+            if not line.strip():
+                continue
+            if (sample := read_line(line, kind, unknown)) is not None:
+                yield sample
+            else:
+                wrong.append(number)
+    note_unknown(path, unknown)
+    if damaged is not None:
+        damaged += wrong
+    elif wrong:
+        note_once(f"{path}: {damage_in_words(wrong)}")
+
+
+def read_line(line: bytes, kind: type[S], unknown: set[str]) -> S | None:
+    """Returns the sample in that line, None if it is damaged; fields that this version lacks are added to `unknown`."""
+    try:
+        return kind.model_validate_json(line)
+    except ValidationError:
+        return _read_newer(line, kind, unknown)
+
+
+def _read_newer(line: bytes, kind: type[S], unknown: set[str]) -> S | None:
+    try:
+        known = read_known(kind, json.loads(line))
+    except (ValueError, RecursionError):  # a ValidationError is a ValueError
+        return None
+    unknown.update(known.unknown)
+    found: S = known.record
+    return found
+
+
+def damage_in_words(numbers: list[int]) -> str:
+    """Returns that the lines of these numbers are damaged: `2 lines are damaged and left out (5, 9)`."""
+    few = ", ".join(map(str, numbers[:MAX_NAMED])) + (", ..." if len(numbers) > MAX_NAMED else "")
+    verb = "is" if len(numbers) == 1 else "are"
+    return f"{count_noun(len(numbers), 'line')} {verb} damaged and left out ({few})"
+
+
+# --- records -----------------------------------------------------------------------------------------------------
 
 
 def read_run(folder: Path) -> RunRecord:
     """Returns the record of a run folder.
 
     Raises:
-        ConfigError: there is none, it is damaged, or it has another schema version.
+        ConfigError: there is none, it is damaged, or a newer version has written what this one cannot read.
     """
     return read_record(folder / RUN, RunRecord, SCHEMA_VERSION, "run")
 
 
-def read_record(path: Path, kind: type[S], schema_version: int, what: str) -> S:
+def read_record(path: Path, kind: type[S], schema_version: int, what: str, *, goes_on: bool = False) -> S:
     """Returns the record in that file, which says what a folder holds.
 
+    Args:
+        path: the file.
+        kind: what is in it.
+        schema_version: the one that this version reads.
+        what: what the folder is said to hold.
+        goes_on: whether it will be written again, where fields that this version does not know would be lost.
+
     Raises:
-        ConfigError: there is none, it is damaged, or it has another schema version.
+        ConfigError: there is none, it is damaged, or a newer version has written what this one cannot read.
     """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError:
-        raise ConfigError(f"{path.parent} holds no {what}: there is no {path.name} in it") from None
-    except (ValueError, RecursionError):
-        raise ConfigError(f"{path} is damaged: it is not JSON") from None
-    version = data.get("schema_version") if isinstance(data, dict) else None
-    if version != schema_version:
-        raise ConfigError(f"{path} has schema version {version!r}; this version reads {schema_version}")
-    try:
-        return kind.model_validate(data)
-    except ValidationError as error:
-        raise ConfigError(f"{path} is damaged: {error.errors()[0]['msg'].lower()}") from None
+    data = read_json(path, what)
+    check_schema(path, data, schema_version)
+    return parse_record(path, kind, data, goes_on=goes_on)
 
 
 def write_run(folder: Path, record: RunRecord) -> None:
@@ -300,8 +366,6 @@ def write_record(path: Path, record: FrozenModel, *, indent: int | None = 2) -> 
     """Writes a record so that a reader sees the old one or the new one, never a part.
 
     Raises:
-        OSError: there is no room for it.
+        CapricornError: there is no room for it, or none may write there.
     """
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(record.model_dump_json(indent=indent) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    write_text(path, record.model_dump_json(indent=indent) + "\n")

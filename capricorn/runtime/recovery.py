@@ -10,12 +10,14 @@ the persistent tier is read.
     choose     the newest iteration that every owner has in memory, against    yes          obtain, or
                the newest of the persistent tier                                            NoCompleteCheckpointError
     obtain     from memory: a rank verifies its own copy, or fetches one from  no           exchange
-               a holder and verifies it on the way
+               a holder and verifies it on the way; into a slot that holds
+               no complete copy, or a spare one
                from the persistent tier: every rank loads its part, and all    yes          agreed, or survey with
                compare what they found                                                      that checkpoint refused
     exchange   ranks tell each other whose copy was damaged or not to be had;  yes          agreed, or survey with
                its holder empties that slot                                                 those copies refused
-    agreed     a verified copy of the iteration lies in a slot of each rank    -            the caller loads it
+    agreed     a verified copy of the iteration lies in a slot of each rank,   -            the caller loads it
+               moved there from a spare one
 
 The caller then loads the copy into the live state, publishes it (collective), empties the slots of later iterations
 (followed by a barrier) and sends new replicas to the holders that lost theirs.
@@ -32,10 +34,11 @@ import torch
 import torch.distributed as dist
 
 from capricorn.errors import NoCompleteCheckpointError, TransportError
-from capricorn.runtime.comm.collectives import gather, maximum
+from capricorn.runtime.comm.collectives import gather, maximum, waiting_for
 from capricorn.runtime.comm.replica_link import ReplicaLink
 from capricorn.runtime.persist.restore import PersistentTier
 from capricorn.runtime.store.node_store import NodeStore
+from capricorn.runtime.store.slot import Slot
 from capricorn.units import Seconds
 
 Survivors: TypeAlias = Mapping[int, Mapping[int, Sequence[int]]]
@@ -55,8 +58,8 @@ class Agreement:
     """By owner: the tier its state came from, `local`, `peer` or `persistent`."""
     holders: Mapping[int, Sequence[int]]
     """By owner: the ranks that have a complete copy of it."""
-    newest_persisted: int
-    """Newest iteration in the persistent tier, up to the one agreed on; 0 is none."""
+    newest_persisted: int | None
+    """Newest iteration in the persistent tier, up to the one agreed on, if any."""
     notes: Sequence[str]
     """Remarks for the user, in words."""
     damaged: list[str]
@@ -114,45 +117,50 @@ class Recovery:
         while True:
             begin_s = time.perf_counter()
             survivors = self._survey()
-            in_memory = newest_common(survivors, self._world_size) or 0
-            persisted = self._persistent_tier.newest() if self._persistent_tier is not None else 0
+            in_memory = newest_common(survivors, self._world_size)
+            persisted = self._persistent_tier.newest() if self._persistent_tier is not None else None
             agree_s += time.perf_counter() - begin_s
-            iteration = max(in_memory, persisted)
-            if not iteration:
+            candidates = [iteration for iteration in (in_memory, persisted) if iteration is not None]
+            if not candidates:
                 raise NoCompleteCheckpointError(self._describe(survivors, damaged))
-            begin_s = time.perf_counter()
-            if persisted > in_memory:
-                found, complaints = self._from_persistent_tier(persisted, keep=in_memory)
+            iteration, begin_s = max(candidates), time.perf_counter()
+            if iteration == in_memory:
+                found, complaints = self._from_memory(iteration, survivors)
             else:
-                found, complaints = self._from_memory(in_memory, survivors[in_memory])
+                found, complaints = self._from_persistent_tier(iteration, keep=in_memory)
             fetch_s += time.perf_counter() - begin_s
             if found is not None:
                 notes = self._persistent_tier.notes if self._persistent_tier is not None else ()
                 return Agreement(iteration, *found, persisted, notes, damaged, agree_s, fetch_s)
             damaged += complaints
 
-    def _from_persistent_tier(self, iteration: int, keep: int) -> Obtained:
+    def _from_persistent_tier(self, iteration: int, keep: int | None) -> Obtained:
         assert self._persistent_tier is not None
         if complaint := self._persistent_tier.obtain(iteration, keep):
             return None, [complaint]
         return ([PERSISTENT] * self._world_size, {owner: [owner] for owner in range(self._world_size)}), []
 
-    def _from_memory(self, iteration: int, holders: Mapping[int, Sequence[int]]) -> Obtained:
+    def _from_memory(self, iteration: int, survivors: Survivors) -> Obtained:
+        holders = survivors[iteration]
+        older = newest_common({i: owners for i, owners in survivors.items() if i != iteration}, self._world_size)
         sources = [holders[owner][0] for owner in range(self._world_size)]
-        failure = self._obtain(iteration, sources[self._rank])
-        newly_refused = self._exchange_refusals(iteration, sources, failed=failure is not None)
+        slot = self._obtain(iteration, sources[self._rank], keep=older)
+        newly_refused = self._exchange_refusals(iteration, sources, failed=slot is None)
         if newly_refused:
             return None, [f"rank {o}'s copy of iteration {i} on rank {h}" for h, o, i in sorted(newly_refused)]
+        assert slot is not None
+        self._store.adopt(slot)  # not before all ranks have theirs, or an older one could still be needed
         return ([LOCAL if source == owner else PEER for owner, source in enumerate(sources)], holders), []
 
     def _survey(self) -> Survivors:
         """Returns which ranks hold which copies, without those that proved damaged; collective."""
         copies = [(owner, i) for owner in self._owners for i in self._store.iterations(owner)]
-        mine = torch.full((maximum(self._group, len(copies)), 2), -1, dtype=torch.int64)
+        what = "the others to tell which copies they hold"
+        mine = torch.full((maximum(self._group, len(copies), what), 2), -1, dtype=torch.int64)
         for row, copy in enumerate(copies):
             mine[row] = torch.tensor(copy)
         survivors: dict[int, dict[int, list[int]]] = {}
-        for holder, table in enumerate(gather(self._group, mine)):
+        for holder, table in enumerate(gather(self._group, mine, what)):
             for owner, iteration in table.tolist():
                 if owner >= 0 and (holder, owner, iteration) not in self._refused:
                     survivors.setdefault(iteration, {}).setdefault(owner, []).append(holder)
@@ -161,24 +169,26 @@ class Recovery:
                 holders.sort(key=lambda holder: (holder != owner, holder))
         return survivors
 
-    def _obtain(self, iteration: int, source: int) -> str | None:
-        """Leaves a verified copy of this rank's state in its slots; returns what was wrong if that failed."""
+    def _obtain(self, iteration: int, source: int, keep: int | None) -> Slot | None:
+        """Returns a verified copy of this rank's state, which lies in its slots or is yet to be adopted; None if it
+        failed.
+        """
         if source == self._rank:
             slot = self._store.read(self._rank, iteration)
-            assert slot is not None
-            return None if slot.damaged_block() is None else "damaged"
-        slot = self._store.begin(self._rank, iteration, keep=0, attempt=self._attempt)
+            return slot if slot is not None and slot.damaged_block() is None else None
+        slot = self._store.receive(self._rank, iteration, keep, self._attempt)
         try:
             self._links[source].fetch(iteration, slot)
-        except TransportError as error:
+        except TransportError:
             slot.abort()
-            return str(error)
-        return None
+            return None
+        return slot
 
     def _exchange_refusals(self, iteration: int, sources: list[int], *, failed: bool) -> set[tuple[int, int, int]]:
         verdicts = torch.zeros(self._world_size, dtype=torch.int64)
         verdicts[self._rank] = int(failed)
-        dist.all_reduce(verdicts, group=self._group)
+        with waiting_for(self._group, f"the others to obtain iteration {iteration}"):
+            dist.all_reduce(verdicts, group=self._group)
         bad = {(sources[owner], owner, iteration) for owner in range(self._world_size) if verdicts[owner]}
         self._refused |= bad
         for holder, owner, _ in bad:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import ClassVar
 
 from capricorn.errors import CapricornError, StoreError
@@ -17,11 +18,14 @@ from capricorn.hooks import OpKey
 from capricorn.planner.placement import holders_of, owners_on
 from capricorn.planner.plan import Planner, StreamPlanner
 from capricorn.planner.span_planner import SpanPlanner
-from capricorn.runtime.comm.collectives import barrier, gather_addresses, gather_layouts, share_secret
+from capricorn.runtime.comm.collectives import barrier, gather_addresses, share_secret
 from capricorn.runtime.comm.handshake import Identity
 from capricorn.runtime.comm.replica_link import ReplicaLink
 from capricorn.runtime.comm.replica_server import ReplicaServer
 from capricorn.runtime.commit_tracker import CommitTracker
+from capricorn.runtime.deadline import OWN_FRAC, Deadline, check_timeout
+from capricorn.runtime.layout_agreement import agree_on_layouts
+from capricorn.runtime.persist.names import refuse_shared_names
 from capricorn.runtime.persist.persister import Persister
 from capricorn.runtime.persist.restore import PersistentTier
 from capricorn.runtime.recovery import Recovery
@@ -67,18 +71,25 @@ class ReplicatingSystem(CheckpointSystem):
         self._executor: Executor | None = None
         self._store: NodeStore | None = None
         self._completed: list[int] = []
-        self._latest_local = 0
+        self._latest_local: int | None = None
         self._waiting: int | None = None
         """An iteration whose save cannot start yet, since the one before has not settled."""
         self._is_clean = False
         """Whether copies of an abandoned future are gone from the stores."""
 
     def attach(self, job: JobContext, state: FlatState) -> None:
-        self.job, self._state, self._timeout_s = job, state, job.config.timeout_s
+        self.job, self._state = job, state
+        self._timeout_s = check_timeout("system.timeout_s", job.config.timeout_s)
+        check_timeout("persist.timeout_s", job.persist.timeout_s)
         store = NodeStore.open(job.store_dir)
         self._persister, self._store = Persister(job, store, self._counters), store
         holders, owners = self._peers(holders_of), self._peers(owners_on)
-        layouts = gather_layouts(job.control_group, Layout(state.num_bytes, job.config.block_bytes, state.digest))
+        tier = PersistentTier(job, job.persist_dir, store, state) if job.persist_dir is not None else None
+        if tier is not None:
+            refuse_shared_names(job.control_group, state)
+            tier.refuse_other_state()
+        mine = [job.rank, *owners]
+        layouts = agree_on_layouts(job.control_group, store, state, mine, job.config.block_bytes)
         slots = store.open_slots(job.rank, layouts[job.rank], self._persister.num_slots)
         for owner in owners:
             store.open_slots(owner, layouts[owner])
@@ -106,15 +117,11 @@ class ReplicatingSystem(CheckpointSystem):
             live=live,
         )
         self._commit_tracker = CommitTracker[ReplicatedSave](job.control_group)
-        persistent_tier = None
-        if job.persist_dir is not None:
-            persistent_tier = PersistentTier(job, job.persist_dir, store, state.entries)
-        mine = [job.rank, *owners]
-        self._recovery = Recovery(job.rank, job.control_group, store, mine, self._links, job.attempt, persistent_tier)
+        self._recovery = Recovery(job.rank, job.control_group, store, mine, self._links, job.attempt, tier)
         self._persister.start()
 
     def on_iteration_begin(self, iteration: int) -> None:
-        self._scheduler.on_iteration_begin(iteration)
+        self._scheduler.on_iteration_begin(self.iteration_order.check(iteration))
 
     def on_op_begin(self, op: OpKey) -> None:
         self._scheduler.on_op_begin(op)
@@ -131,6 +138,8 @@ class ReplicatingSystem(CheckpointSystem):
         self._scheduler.on_routed(layer, tokens_per_expert)
 
     def before_update(self, iteration: int) -> None:
+        self.iteration_order.check(iteration)
+        self._check_threads()
         self._scheduler.take_profile()
         if self._waiting is not None:
             self._overflow()
@@ -144,12 +153,15 @@ class ReplicatingSystem(CheckpointSystem):
                 self._start_vote()
 
     def after_update(self, iteration: int) -> None:
+        iteration = self.iteration_order.advance(iteration)
+        self._check_threads()
         self._scheduler.after_update(iteration)
+        self._persister.note(iteration)
         is_settled = self._poll_vote()
         every = self.job.config.every
         if every == 0 or iteration % every or iteration < self.first_iteration:
             return
-        self._forget_after(0)
+        self._forget_after(None)
         self._state.capture()
         if not is_settled:
             self._scheduler.note_deadline_missed()
@@ -166,19 +178,22 @@ class ReplicatingSystem(CheckpointSystem):
         self._scheduler.on_iteration_end(iteration)
 
     def latest_complete(self) -> int | None:
-        return self._commit_tracker.latest or None
+        return self._commit_tracker.latest
 
     def latest_local(self) -> int | None:
-        return self._latest_local or None
+        return self._latest_local
 
     def drain(self, timeout_s: Seconds) -> None:
-        self._finish(timeout_s)
-        self._persister.finish(self.job.persist.timeout_s)
+        deadline = Deadline(timeout_s)
+        self._check_threads()
+        self._finish(timeout_s, deadline)
+        self._persister.finish(min(deadline.left_s, self.job.persist.timeout_s))
         complaints = [self._counters.complaint(self.job.rank), self._persister.complaint()]
         if any(complaints):
             raise CapricornError("; ".join(filter(None, complaints)))
 
     def restore(self) -> RestoreReport:
+        self.iteration_order.check_restore()
         found = self._recovery.run()
         begin_s = time.perf_counter()
         assert self._store is not None
@@ -187,25 +202,26 @@ class ReplicatingSystem(CheckpointSystem):
         self._state.load(payload_of(slot))
         self._state.publish()
         self._forget_after(found.iteration)
-        self._commit_tracker.latest = self._latest_local = found.iteration
+        self._commit_tracker.latest = self._latest_local = self.iteration_order.advance(found.iteration)
         self._replace_lost(found.iteration, found.holders[self.job.rank])
         self._persister.resume(found.newest_persisted)
         times = found.agree_s, found.fetch_s, time.perf_counter() - begin_s
         return RestoreReport(found.iteration, found.tiers, *times, found.damaged, found.notes)
 
     def close(self) -> None:
-        if self._executor is not None:
-            self._scheduler.close()
-            self._executor.close()
-        for link in self._links:
-            link.close()
-        if self._server is not None:
-            self._server.close()
-        if self._store is not None:
-            self._persister.close()
-            self._store.close()
-        self._links = []
-        self._executor = self._server = self._store = None
+        executor, links, server, store = self._executor, self._links, self._server, self._store
+        self._executor, self._links, self._server, self._store = None, [], None, None
+        with ExitStack() as ending:  # of which the last comes first; whatever fails, the others are ended too
+            if store is not None:
+                ending.callback(store.close)
+                ending.callback(self._persister.close)
+            if server is not None:
+                ending.callback(server.close)
+            for link in links:
+                ending.callback(link.close)
+            if executor is not None:
+                ending.callback(executor.close)
+                ending.callback(self._scheduler.close)
 
     def counters(self) -> Counters:
         if self._executor is not None:
@@ -288,11 +304,14 @@ class ReplicatingSystem(CheckpointSystem):
             self._commit_tracker.start_vote(self._scheduler.take_losses())
             self._persister.start_vote(save.iteration)
 
-    def _poll_vote(self) -> bool:
-        """Takes in the result of the last vote; returns whether no save is on its way any more."""
+    def _poll_vote(self, deadline: Deadline | None = None) -> bool:
+        """Takes in the result of the last vote; returns whether no save is on its way any more.
+
+        Without a deadline the vote is waited for as long as the control group waits.
+        """
         save = self._commit_tracker.pending
-        is_settled = self._commit_tracker.poll_vote()
-        self._persister.poll_vote()
+        is_settled = self._commit_tracker.poll_vote(None if deadline is None else deadline.left_s)
+        self._persister.poll_vote(None if deadline is None else deadline.left_s)
         self._scheduler.note_losses(*self._commit_tracker.losses_s)
         if not is_settled or save is None:
             return is_settled
@@ -304,15 +323,20 @@ class ReplicatingSystem(CheckpointSystem):
             self._counters.last_failure = f"iteration {save.iteration}: {save.failures[0]}"
         return True
 
-    def _settle(self, timeout_s: Seconds) -> None:
-        """Blocks until no save is on its way on any rank; each rank waits for its own, so one vote is enough."""
-        if self._poll_vote():
+    def _settle(self, timeout_s: Seconds, deadline: Deadline | None = None) -> None:
+        """Blocks until no save is on its way on any rank; each rank waits for its own, so one vote is enough.
+
+        The rank's own save has `timeout_s`. With a deadline the votes must be over by then, too; so a part of what is
+        left of it is for the others to hear what became of the save.
+        """
+        if self._poll_vote(deadline):
             return
         assert self._executor is not None
         assert self._commit_tracker.pending is not None
-        self._executor.settle(self._commit_tracker.pending, timeout_s)
+        own_s = timeout_s if deadline is None else OWN_FRAC * deadline.left_s
+        self._executor.settle(self._commit_tracker.pending, own_s)
         self._start_vote()
-        self._poll_vote()
+        self._poll_vote(deadline)
 
     def _overflow(self) -> None:
         """Blocks until the save on its way has settled on all ranks; the wait is booked as its overflow."""
@@ -320,19 +344,35 @@ class ReplicatingSystem(CheckpointSystem):
         self._settle(self._timeout_s)
         self._scheduler.overflow(time.perf_counter() - begin_s)
 
-    def _finish(self, timeout_s: Seconds) -> None:
+    def _finish(self, timeout_s: Seconds, deadline: Deadline | None = None) -> None:
         """Blocks until everything requested is in place or has failed, also a save that could not start yet."""
-        self._settle(timeout_s)
+        self._settle(timeout_s, deadline)
         if self._waiting is not None:
             self._start(self._waiting)
-            self._settle(timeout_s)
+            self._settle(timeout_s, deadline)
 
-    def _forget_after(self, iteration: int) -> None:
+    def _check_threads(self) -> None:
+        """Hears of what went wrong beside training: a replica of others that failed here is counted.
+
+        Raises:
+            CapricornError: a thread has ended that saves cannot do without, and why.
+        """
+        if self._executor is None or self._server is None:
+            return
+        self._executor.check()
+        self._scheduler.check()
+        self._server.check()
+        for failure in self._server.take_failures():
+            self._counters.failed_saves += 1
+            self._counters.last_failure = failure
+
+    def _forget_after(self, iteration: int | None) -> None:
         """Empties, before the first save, the slots that an abandoned attempt left of later iterations; collective."""
         if not self._is_clean:
             assert self._store is not None
             self._store.forget_after(iteration)
-            barrier(self.job.control_group)  # or a faster owner's new copy could be taken for an old one
+            # Or a faster owner's new copy could be taken for an old one.
+            barrier(self.job.control_group, "all ranks to empty the slots of an abandoned future")
             self._is_clean = True
 
     def _replace_lost(self, iteration: int, holders: Sequence[int]) -> None:

@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import fcntl
+import ipaddress
 import os
+import socket
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Final
 
 import torch
 import torch.distributed as dist
 
+from capricorn.config.endpoint import Endpoint
+from capricorn.config.fields import check_path_part
 from capricorn.config.planner import PlannerConfig
 from capricorn.config.scenario import PersistConfig, SystemConfig
 from capricorn.errors import ConfigError, StoreError
-from capricorn.runtime.comm.collectives import maximum
-from capricorn.runtime.store.node_store import RUN_PREFIX, NodeStore
+from capricorn.runtime.comm.addresses import listening_address
+from capricorn.runtime.comm.collectives import gather_texts, maximum, waiting_for
+from capricorn.runtime.deadline import check_timeout
+from capricorn.runtime.store.node_store import RUN_PREFIX, NodeStore, lock_folder
 from capricorn.systems.interface import JobContext
 from capricorn.topology import Topology
 from capricorn.units import Seconds
+
+BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+NETWORK: Final = Path("/proc/self/ns/net")
+POLL_S: Final[Seconds] = 0.02
+_TEXT_BYTES: Final = 128
 
 
 def join_job(
@@ -43,14 +56,19 @@ def join_job(
         persist: which checkpoints are persisted as well, and where: `dir` is then needed, a folder that all nodes
             reach.
         device: where the state of this rank lives.
-        address: of this node's own interface, by which its peers reach it.
+        address: of this node's own interface, by which its peers reach it: IPv4, IPv6, or a host name.
         root: a tmpfs.
         timeout_s: deadline of the control group's collectives.
 
     Raises:
-        ConfigError: this is not a torchrun worker, there are more replicas than nodes, or `persist` names no folder.
+        ConfigError: this is not a torchrun worker, `run_id` cannot be part of a file's name, there are more replicas
+            than nodes, `persist` names no folder, no such timeout can be waited for, or `address` is not of this
+            machine, or one that peers on other machines do not reach.
         StoreError: the store cannot be made.
+        PeerLostError: a peer is gone, or did not come in time.
     """
+    check_timeout("timeout_s", timeout_s)
+    check_path_part(run_id, "run_id")
     persist = persist or PersistConfig()
     if persist.every and not persist.dir:
         raise ConfigError("persist.every needs persist.dir, a folder that all nodes reach")
@@ -59,13 +77,18 @@ def join_job(
         restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     except KeyError as error:
         raise ConfigError(f"{error.args[0]} is not set; start the job with torchrun") from None
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    if (world := dist.group.WORLD) is None:
+        raise ConfigError("there is no process group; call init_process_group before join_job")
+    with waiting_for(world, "a group of all ranks for checkpoints"):
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     topology = Topology(dist.get_world_size() // local_size, local_size)
     if config.replicas > topology.num_nodes:
         raise ConfigError(f"replicas={config.replicas} needs as many nodes, there are {topology.num_nodes}")
+    attempt = maximum(group, restarts, "the others to tell how often the job has started")
+    _refuse_loopback(gather_texts(group, f"{_network()} {address}", _TEXT_BYTES, "the others' addresses"))
     return JobContext(
         run_id=run_id,
-        attempt=maximum(group, restarts),
+        attempt=attempt,
         topology=topology,
         rank=rank,
         device=torch.device(device),
@@ -75,7 +98,7 @@ def join_job(
         persist=persist,
         persist_dir=_make_persistent_tier(Path(persist.dir)) if persist.dir else None,
         store_dir=_make_store(Path(root) / (RUN_PREFIX + run_id), run_id, topology.node_of(rank), topology),
-        address=address,
+        address=listening_address(Endpoint(address, 0), f"address={address!r}"),
     )
 
 
@@ -87,12 +110,43 @@ def _make_persistent_tier(folder: Path) -> Path:
     return folder.resolve()
 
 
+def _network() -> str:
+    """Returns what tells the network of this process from others: a loopback address leads nowhere out of it."""
+    try:
+        return f"{BOOT_ID.read_text().strip()}/{NETWORK.readlink()}"
+    except OSError:  # no Linux, or no /proc
+        return socket.gethostname()
+
+
+def _refuse_loopback(ends: Sequence[str]) -> None:
+    """Refuses, on all ranks alike, a loopback address where there are several machines.
+
+    Args:
+        ends: by rank, its network and its address.
+
+    Raises:
+        ConfigError: a rank has one.
+    """
+    networks, _, addresses = zip(*(end.partition(" ") for end in ends), strict=True)
+    loopback = [rank for rank, address in enumerate(addresses) if _is_loopback(address)]
+    if len(set(networks)) > 1 and loopback:
+        raise ConfigError(
+            f"address={addresses[loopback[0]]!r} of rank {loopback[0]} is a loopback address, and the ranks are on "
+            f"{len(set(networks))} machines: give each rank the address of its own node's interface"
+        )
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
 def _make_store(folder: Path, run_id: str, node: int, topology: Topology) -> Path:
     try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        NodeStore.create(folder / f"node{node}", run_id, node, topology)  # which refuses a folder of others
-        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_SH)  # held, with its descriptor, until this process ends
+        lock_folder(folder, fcntl.LOCK_SH)  # held, with its descriptor, until this process ends
+        NodeStore.create(folder / f"node{node}", run_id, node, topology)
     except OSError as error:
         raise StoreError(f"cannot make the store {folder}: {error.strerror}") from None
     return folder / f"node{node}"

@@ -13,10 +13,10 @@ from typing import Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from capricorn.config.cluster import BACKWARD
-from capricorn.config.fields import FrozenModel, check
+from capricorn.config.fields import SettingsModel, check
 from capricorn.config.planner import RHO_RANGE
 from capricorn.errors import ConfigError
 from capricorn.hooks import NO_LAYER, OpKey
@@ -38,10 +38,8 @@ MOST_ITERATIONS = 100_000
 """So that a training fits into memory."""
 
 
-class TraceConfig(FrozenModel):
+class TraceConfig(SettingsModel):
     """The training that a replay takes a series of expert loads for."""
-
-    model_config = ConfigDict(allow_inf_nan=False)
 
     rho: float = Field(
         default=0.9,

@@ -146,3 +146,29 @@ def _store_bytes(scenario: Scenario, num_nodes: int, shard_bytes: Bytes) -> Byte
     slot_overhead_bytes = SLOT_OVERHEAD_BYTES + 8 * (shard_bytes // system.block_bytes)
     overhead_bytes = num_copies * num_nodes * topology.ranks_per_node * slot_overhead_bytes
     return state_bytes * num_nodes // topology.num_nodes * num_copies + overhead_bytes
+
+
+SAMPLE_BYTES, LINE_BYTES = 700, 150
+"""Of a rank's record of an iteration, and of a line of a timeline or of an event; measured."""
+LOG_BYTES = MIB
+
+
+def record_bytes(scenario: Scenario) -> Bytes:
+    """Returns what the records and logs of a run take, about, on the machine that launches it."""
+    model, train, ranks = scenario.model, scenario.train, scenario.topology.world_size
+    loads = num_moe_layers(model) * (LINE_BYTES + 6 * model.num_experts)
+    timelines = train.iterations // train.timeline_every * ranks * LINE_BYTES * (10 * model.num_layers + 4)
+    return LOG_BYTES + train.iterations * (ranks * SAMPLE_BYTES + loads) + timelines
+
+
+def file_bytes(scenario: Scenario) -> Bytes:
+    """Returns what a system that writes files takes of the disk: what it keeps and is writing, unless it is tmpfs."""
+    files = file_settings_of(scenario)
+    writes = find(scenario.system.name).writes_files and scenario.system.every and not files.in_memory
+    return (files.keep + 1) * STATE_BYTES_PER_PARAM * total_params(scenario.model) if writes else 0
+
+
+def persistent_bytes(scenario: Scenario) -> Bytes:
+    """Returns what the persistent tier takes: what it keeps and is writing."""
+    kept = scenario.persist.keep + 1 if _persists(scenario) else 0
+    return kept * STATE_BYTES_PER_PARAM * total_params(scenario.model)

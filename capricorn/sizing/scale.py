@@ -12,6 +12,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from pydantic import ValidationError
+
 from capricorn.config.cluster import ClusterConfig, IterationTimes, Pace
 from capricorn.config.fields import validate
 from capricorn.config.scenario import Emulation, ModelConfig, Scenario
@@ -59,7 +61,13 @@ def scale(scenario: Scenario) -> Scenario:
     if cluster.rate_bytes_per_s is None:
         cluster = cluster.model_copy(update={"rate_bytes_per_s": RATES[scenario.model.family]})
         scenario = scenario.model_copy(update={"cluster": cluster})
-    emulation, model = _measured(scenario) if cluster.is_measured else _described(scenario)
+    try:
+        emulation, model = _measured(scenario) if cluster.is_measured else _described(scenario)
+    except (ValidationError, ArithmeticError):  # a figure that comes out as infinite, or as nothing
+        raise ConfigError(
+            f"--cluster {cluster.name}: its figures are too large or too small for a scale model; look at those that "
+            "were set"
+        ) from None
     parts = scenario.model_dump() | {"emulation": emulation, "model": model}
     return validate(Scenario, parts, f"--cluster {cluster.name}")
 

@@ -15,7 +15,8 @@ def quantile(values: Iterable[float], percent: int) -> float | None:
 
 def total(values: Sequence[float]) -> float:
     """Returns the sum, added up pairwise so that rounding errors stay small."""
-    return float(np.sum(values))
+    with np.errstate(invalid="ignore"):  # of infinities of both signs, which have no sum
+        return float(np.sum(values))
 
 
 def mean(values: Sequence[float]) -> float:

@@ -17,6 +17,7 @@ from capricorn.records.samples import (
     EventSample,
     IterationSample,
     RecoverySample,
+    damage_in_words,
     read_samples,
 )
 from capricorn.stats.numbers import mean
@@ -57,16 +58,19 @@ class RunSamples:
     """The iterations after warm-up and after the first checkpoints, by which a system settles."""
     recoveries: list[RecoverySample]
     events: list[EventSample]
+    notes: tuple[str, ...] = ()
+    """Remarks on files of which lines are damaged."""
 
     @classmethod
     def read(cls, run_dir: Path, scenario: Scenario) -> RunSamples:
         """Returns the samples of a run folder, finished or not.
 
         Raises:
-            ConfigError: a file of the folder is damaged.
+            ConfigError: a file of the folder cannot be read.
         """
-        samples = list(read_samples(run_dir / ITERATIONS, IterationSample))
-        events = list(read_samples(run_dir / EVENTS, EventSample))
+        damaged: dict[str, list[int]] = {ITERATIONS: [], EVENTS: [], RECOVERIES: []}
+        samples = list(read_samples(run_dir / ITERATIONS, IterationSample, damaged[ITERATIONS]))
+        events = list(read_samples(run_dir / EVENTS, EventSample, damaged[EVENTS]))
         lasting = _lasting(samples, _newest_start(samples, events), _num_ranks(samples, scenario))
         # The trainer asks any system by the interval alone, also the one that keeps nothing.
         iterations = [_folded(each, keeps=scenario.system.name != "none") for each in grouped(lasting, "iteration")]
@@ -75,8 +79,9 @@ class RunSamples:
             lasting=lasting,
             iterations=iterations,
             steady=_steady(iterations, scenario.train.warmup),
-            recoveries=list(read_samples(run_dir / RECOVERIES, RecoverySample)),
+            recoveries=list(read_samples(run_dir / RECOVERIES, RecoverySample, damaged[RECOVERIES])),
             events=events,
+            notes=tuple(f"{name}: {damage_in_words(lines)}" for name, lines in damaged.items() if lines),
         )
 
     @property

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from math import isfinite
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from capricorn.config.scenario import Scenario
 from capricorn.errors import ConfigError
+from capricorn.files import failure, read_text
+from capricorn.records.failures import injected
 from capricorn.records.samples import EventSample, IterationSample
 from capricorn.stats.fidelity import fidelity, fidelity_faults
 from capricorn.stats.numbers import quantile, ratio, total
 from capricorn.stats.planner_stats import planning
 from capricorn.stats.run_samples import RunSamples, grouped
+from capricorn.systems.registry import recorded
 
 PERSISTS = ("persisted", "failed_persists", "skipped_persists")
 STORE = "store.json"
@@ -45,8 +49,9 @@ def summary_of(run: RunSamples, run_dir: Path, scenario: Scenario, num_cpus: int
         ConfigError: another file of the folder is damaged.
     """
     summary: Summary = {"iterations": run.num_done, **_times(run), **_checkpoints(run), **_recoveries(run)}
+    summary |= {"due_persists": _due_persists(run, scenario)}
     summary |= _moved(run) | _memory(run, run_dir) | planning(run.measured) | fidelity(run_dir, scenario, num_cpus)
-    return summary, verdict(summary, scenario)
+    return summary | _remarks(run), verdict(summary, scenario)
 
 
 def verdict(summary: Summary, scenario: Scenario) -> str:
@@ -54,15 +59,28 @@ def verdict(summary: Summary, scenario: Scenario) -> str:
     asked, faults = scenario.train.iterations, []
     if summary["iterations"] < asked:
         faults.append(f"stopped after {summary['iterations']} of {asked} iterations")
+    elif scenario.system.every and scenario.system.name != "none" and not summary["requested"]:
+        faults.append(f"no checkpoint came due in {asked} iterations: train longer, or make them more often")
     if summary["requested"] and not summary["effective"]:
         faults.append("no checkpoint became complete")
     elif summary["effective"] < summary["requested"]:
         faults.append(f"effective checkpoints {summary['effective']} of {summary['requested']} requested")
+    faults += _persist_faults(summary)
     if summary["faults_triggered"] < len(scenario.faults) and not scenario.launch.nnodes:
         faults.append(f"faults that were triggered {summary['faults_triggered']} of {len(scenario.faults)}")
     is_measured = scenario.cluster.is_measured
     faults += fidelity_faults(summary, "give longer ops" if is_measured else "set cluster.iteration_s higher")
     return "; ".join(faults) or "ok"
+
+
+def _persist_faults(summary: Summary) -> list[str]:
+    """Returns what is wrong if checkpoints were to go to the persistent tier and none of them arrived."""
+    due = summary["due_persists"]
+    if due is None or summary["persisted"]:
+        return []
+    if not due:
+        return ["no checkpoint came due for the persistent tier: train longer, or persist more often"]
+    return [f"persisted 0 of {due} checkpoints that were due: {summary['failed_persists']} failed"]
 
 
 def _times(run: RunSamples) -> Summary:
@@ -77,6 +95,17 @@ def _times(run: RunSamples) -> Summary:
         "tokens_per_s": ratio(sum(each.tokens for each in run.steady), total(durations_s)),
         "final_loss": run.iterations[-1].loss if run.iterations else None,
     }
+
+
+def _remarks(run: RunSamples) -> Summary:
+    """Returns what is to be known of a run and does not speak against it.
+
+    A loss that is not finite is none of its faults: how well a recipe trains is not what is measured, and checkpoints
+    of such a state are kept and compared like any other.
+    """
+    first = next((each.iteration for each in run.iterations if not isfinite(each.loss)), None)
+    notes = [] if first is None else [f"the loss is not finite from iteration {first} on"]
+    return {"not_finite_from": first, "notes": [*notes, *run.notes]}
 
 
 def _checkpoints(run: RunSamples) -> Summary:
@@ -104,6 +133,18 @@ def _persists(run: RunSamples) -> Summary:
     return {key: sum(getattr(sighting, key) for sighting in first) for key in PERSISTS}
 
 
+def _due_persists(run: RunSamples, scenario: Scenario) -> int | None:
+    """Returns how many checkpoints were to go to the persistent tier; None if none was to, or rank 0 wrote elsewhere.
+
+    One is due when `persist.every` iterations have passed since the last one.
+    """
+    every, entry = scenario.persist.every, recorded(scenario.system.name)
+    is_seen = any(sighting.rank == 0 for sighting in _sightings(run))
+    if not (every and scenario.system.every and entry is not None and entry.replicates and is_seen):
+        return None
+    return len({each.iteration // every for each in run.requested} - {0})
+
+
 def _complete(run: RunSamples) -> set[int]:
     """Returns the iterations whose last computed state became complete on all owners: seen then, or restored later."""
     seen = {(i, sighting.attempt) for sighting in _sightings(run) for i in sighting.completed}
@@ -118,7 +159,7 @@ def _recoveries(run: RunSamples) -> Summary:
         "recoveries": len(run.recoveries),
         "lost_iterations": sum(recovery.lost_iterations for recovery in run.recoveries),
         "recovery_s": float(sum(seconds for recovery in run.recoveries for seconds in recovery.phases_s.values())),
-        "faults_triggered": sum(event.event == "fault" for event in run.events),
+        "faults_triggered": len(injected(run.events)),
     }
 
 
@@ -142,8 +183,10 @@ def _memory(run: RunSamples, run_dir: Path) -> Summary:
 
 def _store_bytes(path: Path) -> int | None:
     try:
-        return int(json.loads(path.read_text(encoding="utf-8"))["store_bytes"])
+        return int(json.loads(read_text(path))["store_bytes"])
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise failure(f"read {path}", error) from None
     except (ValueError, TypeError, KeyError):
         raise ConfigError(f"{path} is damaged: it does not give store_bytes") from None

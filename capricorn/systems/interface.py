@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias
 
@@ -13,6 +14,7 @@ from pydantic import BaseModel
 from capricorn.config.planner import PlannerConfig
 from capricorn.config.scenario import PersistConfig, SystemConfig
 from capricorn.hooks import TrainerHook
+from capricorn.systems.iteration_order import IterationOrder
 from capricorn.topology import Topology
 from capricorn.units import Bytes, BytesPerSecond, Seconds
 
@@ -167,6 +169,9 @@ class CheckpointSystem(TrainerHook, abc.ABC):
     Threads and files start in `attach`, never in `__init__`. A system never times itself: the trainer charges the time
     spent inside its hooks as stall. A save that fails while an older checkpoint is intact is counted and raised by
     `drain`, and never ends the training.
+
+    The hooks here refuse an iteration out of order, on the training thread, before anything is done with it. A system
+    that overrides them calls `iteration_order` or `super()` first.
     """
 
     kind: ClassVar[Kind] = "own"
@@ -178,10 +183,24 @@ class CheckpointSystem(TrainerHook, abc.ABC):
     """Whether it watches the first iterations, `profile_iterations` of its settings, before its first checkpoint."""
     settings: ClassVar[type[BaseModel] | None] = None
     """The model that checks `system.options`; None if it has no options."""
-    first_iteration: int = 1
+    first_iteration: int = 0
     """The first one that it would checkpoint, known after `attach`: some watch the training before."""
     can_be_replaced: ClassVar[bool] = False
     """Whether another may be attached in this process once it was closed after a failure: nothing of it lives on."""
+
+    @cached_property
+    def iteration_order(self) -> IterationOrder:
+        """The iterations that this system has seen, which only rise."""
+        return IterationOrder()
+
+    def on_iteration_begin(self, iteration: int) -> None:
+        self.iteration_order.check(iteration)
+
+    def before_update(self, iteration: int) -> None:
+        self.iteration_order.check(iteration)
+
+    def after_update(self, iteration: int) -> None:
+        self.iteration_order.advance(iteration)
 
     @classmethod
     def settings_in(cls, job: JobContext) -> Any:
@@ -207,7 +226,7 @@ class CheckpointSystem(TrainerHook, abc.ABC):
 
     @abc.abstractmethod
     def drain(self, timeout_s: Seconds) -> None:
-        """Waits until what was requested is complete everywhere; collective.
+        """Waits until what was requested is complete everywhere, for no longer than that; collective.
 
         Raises:
             CapricornError: a save failed, or the time is over.
@@ -219,6 +238,7 @@ class CheckpointSystem(TrainerHook, abc.ABC):
 
         Raises:
             NoCompleteCheckpointError: there is none.
+            OrderError: training has begun.
         """
 
     @abc.abstractmethod

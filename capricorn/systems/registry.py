@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from pydantic import BaseModel
 
+from capricorn.config.fields import check_path_part
 from capricorn.config.own_code import installed, is_own, load_own
 from capricorn.errors import ConfigError, unknown_name
 from capricorn.systems.interface import CheckpointSystem, Kind
@@ -58,6 +59,8 @@ class SystemEntry:
     """The setting that is tried out on the scenario before the first run, where it is `auto`."""
     settings: str = ""
     """`module:Model` of its settings, importable without torch; empty if it has none."""
+    ignores: frozenset[str] = frozenset()
+    """Settings of the scenario that others of its kind have and it does nothing with, as `planner.spans`."""
     colour: str = ""
     """In figures; empty draws one from the spare ones. Source: Okabe & Ito, "Color universal design" (2008), and Tol,
     "Colour schemes" (2021)."""
@@ -102,34 +105,42 @@ def _entry(name: str, target: str, what: str, kind: Kind, **facts: Any) -> Syste
     return SystemEntry(name, f"capricorn.{target}", what, kind, **(defaults | facts))
 
 
-# Twenty iterations of profiling are longer than the toy job, and `auto` is found by trial runs before a job.
-_GEMINI: Final = {"profiles_first": True, "tunes": "mu", "toy": {"options": {"profile_iterations": 2, "mu": 0.8}}}
 # Its own limit is 128 MiB. What is larger is not copied together but written as it is.
 _SLABS: Final = {"TORCHSNAPSHOT_SLAB_SIZE_THRESHOLD_BYTES_OVERRIDE": "1000000"}
+_PLANNING: Final = frozenset(
+    f"planner.{field}" for field in ("spans", "replan", "gate", "risk", "max_chunk_bytes", "profile_iterations")
+)
+# Twenty iterations of profiling are longer than the toy job, and `auto` is found by trial runs before a job.
+_GEMINI: Final = {"ignores": _PLANNING, "profiles_first": True, "tunes": "mu",
+                  "toy": {"options": {"profile_iterations": 2, "mu": 0.8}}}  # fmt: skip
+# Its replicas leave through sockets of the library.
+_SOCKETS: Final = frozenset(
+    f"system.{field}" for field in ("block_bytes", "low_class", "send_buffer_bytes", "idle_priority", "max_lost")
+)
 _FILES: Final = {"settings": "capricorn.systems.settings:FileSettings"}
-_DCP: Final = {"settings": "capricorn.baselines.file_settings:DcpSettings"}
 
 _BUILT_IN: Final = (
     _entry("none", "baselines.none:NoCheckpoint", "no checkpoints: what a slowdown is measured from", "nothing",
            colour="#7d8590"),
     _entry("blocking", "baselines.blocking:Blocking", "replicates as capricorn does, while training waits",
-           "replicates", colour="#d55e00"),
+           "replicates", ignores=_PLANNING, colour="#d55e00"),
     _entry("gemini", "baselines.gemini:Gemini", "spans profiled once, peers sent the live state, the update waits",
            "replicates", settings="capricorn.planner.gemini_planner:GeminiSettings", colour="#e69f00", **_GEMINI),
     _entry("gemini-staged", "baselines.gemini:GeminiStaged", "Gemini's plan, sent from the local copy",
            "replicates", settings="capricorn.planner.gemini_planner:GeminiStagedSettings", colour="#cc79a7", **_GEMINI),
     _entry("lm-resiliency", "baselines.lm_resiliency:LmResiliency",
            "lm-resiliency, by Gemini's first author: copied after the update, then exchanged with a peer", "own",
-           survives=frozenset({"kill", "node-loss"}), colour="#999933", needs="lm_resiliency", extra="peers",
+           survives=frozenset({"kill", "node-loss"}), ignores=_SOCKETS | _PLANNING - {"planner.max_chunk_bytes"},
+           colour="#999933", needs="lm_resiliency", extra="peers",
            toy={"has_links": False}),
     _entry("torchsnapshot", "baselines.torch_snapshot:TorchSnapshot",
            "TorchSnapshot 0.1.0: staged, then written beside", "files",
            settings="capricorn.baselines.file_settings:TorchSnapshotSettings", colour="#009e73",
            toy={"without": ("odd_bfloat16", "float8"), "environment": _SLABS}),
     _entry("dcp-async", "baselines.torch_dcp:DcpAsync", "torch.distributed.checkpoint, written beside training",
-           "files", colour="#56b4e9", **_DCP),
+           "files", settings="capricorn.baselines.file_settings:DcpAsyncSettings", colour="#56b4e9"),
     _entry("dcp", "baselines.torch_dcp:Dcp", "torch.distributed.checkpoint, while training waits", "files",
-           colour="#8073c4", **_DCP),
+           settings="capricorn.baselines.file_settings:DcpSettings", colour="#8073c4"),
     _entry("torch-save", "baselines.torch_save:TorchSave", "torch.save, a file a rank, while training waits", "files",
            colour="#882255", **_FILES),
     _entry("torch-checkpointing", "baselines.torch_checkpointing:TorchCheckpointing",
@@ -169,6 +180,7 @@ def find(name: str) -> SystemEntry:
     if name not in points and not is_own(name):
         raise unknown_name("system", name, [*SYSTEMS, *points])
     target = points[name].value if name in points else name
+    check_path_part(short_name(name), "system")
     _found[name] = _describe(name, _load(name, target), target)
     return _found[name]
 

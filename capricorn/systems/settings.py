@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, Field
 
-from capricorn.config.fields import FrozenModel, validate
+from capricorn.config.fields import SettingsModel, validate
 from capricorn.config.resolve import assign
 from capricorn.config.scenario import Scenario
 from capricorn.errors import ConfigError
@@ -22,7 +22,7 @@ from capricorn.units import Bytes
 OPTIONS: Final = "system.options"
 
 
-class SystemSettings(FrozenModel):
+class SystemSettings(SettingsModel):
     """The base of the settings of a system; any pydantic model may take its place."""
 
     EMULATED: ClassVar[Mapping[str, Any]] = MappingProxyType({})

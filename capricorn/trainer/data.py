@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 import os
+import pwd
 import sysconfig
 import tempfile
 from collections.abc import Iterator
@@ -68,8 +69,14 @@ def prepare(data: DataConfig, vocab_size: int, cache_dir: Path | None = None, *,
 
 
 def _default_cache_dir() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "capricorn-bench"
+    # Only absolute ones, as XDG's specification has it: the ranks need not share our working folder.
+    cache, home = (os.environ.get(name, "") for name in ("XDG_CACHE_HOME", "HOME"))
+    if os.path.isabs(cache):
+        return Path(cache) / "capricorn-bench"
+    try:
+        return Path(home if os.path.isabs(home) else pwd.getpwuid(os.getuid()).pw_dir) / ".cache" / "capricorn-bench"
+    except KeyError:
+        raise ConfigError(f"user {os.getuid()} has no home for the token cache; set XDG_CACHE_HOME") from None
 
 
 def _check_length(num_tokens: int, seq_len: int, where: str) -> None:
@@ -83,7 +90,10 @@ def _texts(source: str) -> Iterator[bytes]:
         paths = (p for p in _walk(Path(sysconfig.get_path("stdlib")), _NOT_SOURCES) if p.suffix == ".py")
         yield from filter(None, map(_read_text, paths))
         return
-    path = Path(source).expanduser()
+    try:
+        path = Path(source).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"--data {source}: there is no such user's home") from None
     if path.is_dir():
         yield from filter(None, map(_read_text, _walk(path)))
     elif path.is_file():
@@ -178,10 +188,11 @@ def _write_sealed(path: Path, tokens: npt.NDArray[Any]) -> None:
 
 
 class Batches:
-    """The batches that one rank trains on, as a function of (seed, position, rank, world_size) alone.
+    """The batches that one rank trains on, as a function of (seed, position, rank, world_size, batch_size) alone.
 
     The tokens are cut into windows of `seq_len` inputs, whose targets are the tokens one further on. Every epoch
-    assigns each window to one rank once, in an order of its own.
+    assigns each window to one rank once, in an order of its own. The position is that of the job: jobs of any number of
+    ranks and any batch size read the windows in the same order, and each may go on where another has stopped.
     """
 
     def __init__(self, path: Path, rank: int, world_size: int, batch_size: int, seq_len: int, seed: int) -> None:
@@ -200,28 +211,28 @@ class Batches:
         """
         self._tokens: npt.NDArray[Any] = np.load(path, mmap_mode="r").view(np.ndarray)
         _check_length(self._tokens.size, seq_len, str(path))
-        self._rank, self._world_size, self._batch_size = rank, world_size, batch_size
-        self._seed = seed
+        self.rank, self.world_size, self.batch_size = rank, world_size, batch_size
+        self.seq_len, self.seed = seq_len, seed
         self._num_windows = (self._tokens.size - 1) // seq_len
         self._window = np.arange(seq_len + 1)
         self.position = 0
-        """Number of batches read so far; may be set, to resume."""
+        """Number of sequences that all ranks together have read; may be set, to resume."""
         self.digest: int = xxhash.xxh3_64_intdigest(self._tokens)
         """64-bit digest of all tokens: equal on machines that train on the same data."""
 
     def next(self) -> tuple[Tokens, Tokens]:
         """Returns the token ids of the next batch and their targets, both [batch_size, seq_len]."""
-        first = (self.position * self._world_size + self._rank) * self._batch_size
-        windows = [self._window_at(count) for count in range(first, first + self._batch_size)]
+        first = self.position + self.rank * self.batch_size
+        windows = [self._window_at(count) for count in range(first, first + self.batch_size)]
         starts = np.array(windows)[:, None] * (self._window.size - 1)
         batch = self._tokens[starts + self._window].astype(np.int64)
-        self.position += 1
+        self.position += self.world_size * self.batch_size
         return np.ascontiguousarray(batch[:, :-1]), np.ascontiguousarray(batch[:, 1:])
 
     def _window_at(self, count: int) -> int:
         """Returns the window with number `count` since the start of training, over all ranks."""
         epoch, index = divmod(count, self._num_windows)
-        return int(_shuffled(self._num_windows, self._seed, epoch)[index])
+        return int(_shuffled(self._num_windows, self.seed, epoch)[index])
 
 
 @lru_cache(maxsize=2)  # two: a batch may straddle the end of an epoch

@@ -430,13 +430,6 @@ def test_a_small_tmpfs_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatc
         machine.require(scenario_from(device="cpu"))
 
 
-def test_a_container_limit_bounds_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, text in (("max", "1000\n"), ("current", "900\n"), ("stat", "anon 5\ninactive_file 300\n")):
-        (tmp_path / f"memory.{name}").write_text(text)
-    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
-    assert machine.available_memory() == 400
-
-
 # --- stores
 
 

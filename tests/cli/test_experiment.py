@@ -10,6 +10,7 @@ from capricorn.cli.experiment import experiment_of
 from capricorn.cli.main import load_command
 
 from capricorn.compare.compare_record import PlannedComparison
+from capricorn.errors import ConfigError
 from tests.cli.test_cli import cli
 from tests.support.comparisons import Systems, compared, folder_of
 
@@ -37,7 +38,7 @@ systems = ["none", "capricorn", "gemini:gemini.mu=0.9"]
 model = "mixtral-tiny"
 iterations = 6
 repeats = 2
-set = ["system.every=2", "planner.risk=0.2"]
+set = ["system.every=2", "planner.spans=load", "planner.risk=0.2"]
 keep_store = true
 device = "cpu"
 
@@ -48,7 +49,7 @@ label = "short"
 label = "long"
 iterations = 9
 ranks_per_node = 2
-systems = "none, blocking"
+systems = "none, capricorn"
 set = ["planner.risk=0.4"]
 """
 
@@ -60,7 +61,7 @@ def test_a_file_says_all_and_each_comparison_overrides_what_it_names(tmp_path: P
     assert [each.repeats for each in (short, long)] == [2, 2]
     assert [each.scenario.cluster.ranks_per_node for each in (short, long)] == [1, 2]
     assert [variant.label for variant in short.variants] == ["none", "capricorn", "gemini:gemini.mu=0.9"]
-    assert [variant.label for variant in long.variants] == ["none", "blocking"]
+    assert [variant.label for variant in long.variants] == ["none", "capricorn"]
     assert [each.scenario.planner.risk for each in (short, long)] == [0.2, 0.4]
     assert {each.scenario.system.every for each in (short, long)} == {2}
     assert short.scenario.store.keep
@@ -75,11 +76,21 @@ def test_an_empty_list_of_settings_drops_those_that_all_share(tmp_path: Path) ->
 
 def test_the_command_line_goes_before_the_file(tmp_path: Path) -> None:
     file = write_toml(tmp_path, TWO)
-    more = ("--iterations", "7", "--set", "planner.risk=0.6", "--repeats", "1", "--systems", "none")
+    more = ("--iterations", "7", "--set", "planner.risk=0.6", "--repeats", "1", "--systems", "capricorn")
     for planned in experiment("--scenario", file, *more):
         assert planned.scenario.train.iterations == 7
         assert (planned.scenario.planner.risk, planned.scenario.system.every) == (0.6, 2)
         assert (planned.repeats, len(planned.runs)) == (1, 1)
+
+
+def test_what_all_comparisons_share_is_to_have_an_effect_in_one_of_them_and_what_one_has_in_that_one(
+    tmp_path: Path,
+) -> None:
+    experiment("--scenario", write_toml(tmp_path, TWO + "persist_every = 2"))
+    ours = TWO.replace("none, capricorn", "none") + "keep_store = 1"
+    for text in ("persist_every = 2\nsystems = ['none', 'dcp']", ours):
+        with pytest.raises(ConfigError, match="has no effect under none"):
+            experiment("--scenario", write_toml(tmp_path, text))
 
 
 def test_without_comparisons_a_file_is_one_and_defaults_are_those_of_the_command(tmp_path: Path) -> None:
@@ -99,7 +110,7 @@ def test_several_comparisons_run_one_after_the_other_and_each_has_a_table(
     assert all(each.keys() >= {"mode", "valid", "rows", "runs", "label"} for each in report["comparisons"])
     assert report["runs"] == [run for each in report["comparisons"] for run in each["runs"]]
     assert launcher.order[:6] == ["none", "capricorn", "gemini", "gemini", "capricorn", "none"]
-    assert launcher.order[6:] == ["none", "blocking", "blocking", "none", "none", "none"]
+    assert launcher.order[6:] == ["none", "capricorn", "capricorn", "none", "none", "none"]
     assert cli("compare", folder_of(tmp_path / "out")) == 0
     printed = capsys.readouterr().out
     assert re.findall(r"^(\w+), live: mixtral-tiny", printed, re.MULTILINE) == ["short", "long", "again"]

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import math
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from capricorn.compare.compare_record import CompareRecord, PlannedComparison, Variant, write_compare
@@ -12,6 +17,7 @@ from capricorn.compare.comparison import compare_runs
 from capricorn.compare.finished_runs import compare_planned, load_comparisons
 from capricorn.config.scenario import Scenario
 from capricorn.errors import ConfigError
+from capricorn.records.samples import ITERATIONS, RUN
 from tests.cli.test_cli import cli
 from tests.support.comparisons import (
     Runs,
@@ -209,12 +215,10 @@ def test_a_comparison_that_is_not_done_shows_what_is_there_and_how_to_go_on(runs
     assert "gemini" in show(comparison, 80)
 
 
-def test_a_run_counts_once_when_its_comparison_is_named_too(runs: Runs, tmp_path: Path) -> None:
-    folder, planned = plan(tmp_path, scenario_of(), "none", "capricorn")
-    for variant in ("none", "capricorn"):
-        for repeat in (1, 2):
-            planned = started(planned, variant, repeat, runs[variant][repeat - 1].name)
-    write_compare(folder, CompareRecord(compare_id="c", started_at="", comparisons=(planned,)))
+def test_a_run_counts_once_when_its_comparison_is_named_too(tmp_path: Path) -> None:
+    folder = write_compared(tmp_path / "compared")
+    names = ("none", "gemini", "capricorn")
+    runs = {name: [tmp_path / "compared" / f"{name}-{repeat}" for repeat in (0, 1)] for name in names}
     loaded = load_comparisons([*runs["none"], folder, *runs["gemini"], *runs["capricorn"]])
     assert [folders.keys() for _, folders in loaded] == [{"none", "capricorn"}, {"gemini"}]
 
@@ -243,3 +247,114 @@ def started(
 ) -> PlannedComparison:  # fmt: skip
     run = next(each for each in planned.runs if (each.variant, each.repeat) == (variant, repeat))
     return planned.with_run(run.model_copy(update={"run_id": run_id, "failure": failure}))
+
+
+def write_compared(out: Path) -> Path:
+    """A comparison that is done; returns its folder, beside which its runs lie."""
+    runs = write_runs(out)
+    folder, planned = plan(out, scenario_of(), "none", "capricorn")
+    for variant in ("none", "capricorn"):
+        for repeat in (1, 2):
+            planned = started(planned, variant, repeat, runs[variant][repeat - 1].name)
+    write_compare(folder, CompareRecord(compare_id="c", started_at="", comparisons=(planned,)))
+    return folder
+
+
+# --- a copy is no repeat
+
+
+@pytest.mark.parametrize("command", ["export", "compare"])
+@pytest.mark.parametrize("again", ["the same path", "another spelling", "a link", "a copy"])
+def test_a_run_that_is_named_twice_is_refused(
+    command: str, again: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    none, ours = finished(tmp_path, 1.0, system="none")[0], finished(tmp_path, 1.3)[0]
+    twice = tmp_path / "twice"
+    if again == "a link":
+        twice.symlink_to(ours)
+    elif again == "a copy":
+        shutil.copytree(ours, twice)
+    else:
+        twice = ours if again == "the same path" else tmp_path / "." / none.name / ".." / ours.name
+    assert cli(command, none, ours, twice) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        f"error: {ours} and {twice} are the same run, {ours.name}: name it once; a copy is no repeat"
+    )
+
+
+def test_a_copy_of_a_run_is_refused_beside_a_threshold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = finished(tmp_path, 1.0)[0]
+    shutil.copytree(base, tmp_path / "copy")
+    assert cli("compare", base, tmp_path / "copy", "--threshold", "5%") == 2
+    assert "are the same run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("again", ["itself", "a copy of all", "a copy of one of its runs"])
+def test_what_a_comparison_holds_is_not_taken_twice(
+    again: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_compared(tmp_path / "results")
+    if again == "a copy of all":
+        shutil.copytree(tmp_path / "results", tmp_path / "copies")
+    run = tmp_path / "results" / "none-0"
+    shutil.copytree(run, tmp_path / "copy")
+    copies = {"itself": folder, "a copy of all": tmp_path / "copies" / folder.name}
+    other = copies.get(again, tmp_path / "copy")
+    assert cli("export", folder, other) == 2
+    assert "are the same run" in capsys.readouterr().err
+    assert cli("export", folder, run) == 0  # it is left out, as the comparison has it
+
+
+# --- losses that are not finite
+
+
+def broken(first: int, loss: float) -> Callable[[int, int], dict[str, Any]]:
+    """Losses that are not finite from that iteration on."""
+    return lambda iteration, rank: {"loss": loss} if iteration >= first else {}
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_runs_whose_losses_are_not_finite_alike_are_compared(
+    loss: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    none = write_folder(tmp_path, "n", scenario_of("none"), fields=broken(5, loss))
+    ours = write_folder(tmp_path, "c", scenario_of(), fields=broken(5, loss))
+    report = compared(capsys, "compare", none, ours)
+    assert report["valid"]
+    assert [note for note in report["notes"] if "finite" in note] == [
+        f"{run}: the loss is not finite from iteration 5 on" for run in ("n", "c")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [(math.nan, math.inf), (math.nan, 1.0), (math.inf, -math.inf), (0.0, -0.0)]
+)
+def test_losses_of_other_bits_are_told(
+    ours: float, theirs: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [
+        write_folder(tmp_path, "n", scenario_of("none"), fields=broken(7, theirs)),
+        write_folder(tmp_path, "c", scenario_of(), fields=broken(7, ours)),
+    ]
+    report = compared(capsys, "compare", *paths, code=1)
+    assert f"losses differ: capricorn has {ours!r} in iteration 7 on rank 0, none {theirs!r}" in report["faults"][0]
+
+
+@pytest.mark.parametrize("arguments", [["inspect"], ["compare"], ["export", "--format", "json"]])
+def test_what_is_printed_of_them_is_json_for_every_reader(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_folder(tmp_path, "r", scenario_of(), fields=broken(3, math.nan))
+    assert cli(*arguments, run, *([] if arguments[0] == "export" else ["--json"])) == 0
+    json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    json.loads((run / RUN).read_text(), parse_constant=pytest.fail)
+    frame = pd.read_json(run / ITERATIONS, lines=True)
+    assert frame["loss"].dtype == float
+    assert frame[frame["iteration"] >= 3]["loss"].isna().all()
+
+
+def test_a_page_and_a_trace_are_made_of_them(tmp_path: Path) -> None:
+    run = write_folder(tmp_path, "r", scenario_of(), fields=broken(3, math.nan))
+    assert cli("export", run, "--out", tmp_path / "page.html", "--trace", tmp_path / "trace.json") == 0
+    json.loads((tmp_path / "trace.json").read_text(), parse_constant=pytest.fail)

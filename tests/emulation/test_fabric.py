@@ -215,7 +215,7 @@ def test_a_killed_launcher_leaves_no_namespace_and_no_process_in_one(unprivilege
         pytest.skip(reason)
     launcher = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, str(int(unprivileged))],
-        cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert launcher.stdout is not None
     namespaces = launcher.stdout.readline().split()
@@ -293,8 +293,8 @@ def test_an_unprivileged_user_builds_a_network_in_a_user_namespace() -> None:
         pytest.skip("only root can become another user; the other tests run unprivileged then")
     if subprocess.run([*NOBODY, "unshare", "--user", "--net", "true"], capture_output=True, check=False).returncode:
         pytest.skip("the kernel gives user namespaces to root alone")
-    command = [*NOBODY, python_of_nobody(), "-c", UNPRIVILEGED]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    command, env = [*NOBODY, python_of_nobody(), "-c", UNPRIVILEGED], {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
     refused, reached = done.stdout.split("\n", 1)
     assert "a network namespace: Operation not permitted" in refused
     assert reached.strip() == "connected"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,7 @@ from capricorn.faults.injector import FaultInjector
 from capricorn.faults.kill_point import KillPoint
 from capricorn.faults.persisted import MOST_S, PersistedWait
 from capricorn.faults.process_registry import ProcessName
+from capricorn.records.failures import injected
 from capricorn.records.job_file import Job
 from capricorn.records.samples import EVENTS, EventSample, read_samples
 from capricorn.runtime.store.node_store import NodeStore
@@ -228,7 +230,7 @@ def test_nodes_that_are_lost_at_the_same_moment_are_lost_by_whoever_comes_first(
     with sleeper() as agent:
         (job.run_dir / "workers").mkdir()
         name = ProcessName.of(agent.pid)
-        (job.run_dir / "workers" / "0").write_text(f"{name.pid} {name.created_s} " * 2)
+        (job.run_dir / "workers" / "0").write_text(f"{name} " * 2)
 
         def come_to_the_moment() -> None:
             injector = FaultInjector(job, 1, 0)
@@ -413,3 +415,68 @@ def test_a_process_is_killed_right_before_the_change_of_its_store_that_was_asked
     assert in_child(write) == -signal.SIGKILL
     states = {copy.iteration: copy.state for copy in NodeStore.open(tmp_path / "node").inventory()}
     assert states == {1: "complete", 2: "writing"}
+
+
+# --- what the record says of it
+
+
+class EndedError(Exception):
+    """SIGTERM came."""
+
+
+def ended(signum: int, frame: object) -> None:
+    raise EndedError
+
+
+@pytest.mark.parametrize("moment", ["claimed", "noted"])
+def test_a_fault_that_is_noted_has_happened_also_if_the_run_is_ended_meanwhile(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, done = make_job(tmp_path, "clock-jump@rank=1,iteration=3"), list[str]()
+    tell = FaultInjector._tell
+
+    def tell_and_be_ended(self: FaultInjector, *arguments: Any) -> None:
+        if moment == "claimed":
+            os.kill(os.getpid(), signal.SIGTERM)
+        tell(self, *arguments)
+        if moment == "noted":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(FaultInjector, "_tell", tell_and_be_ended)
+    monkeypatch.setattr("capricorn.faults.injector.inject", lambda fault, context: done.append(str(fault)))
+    before = signal.signal(signal.SIGTERM, ended)
+    try:
+        with pytest.raises(EndedError):
+            come_to_iteration_3(job)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert len(done) == len(injected(list(read_samples(job.run_dir / EVENTS, EventSample)))) == 1
+
+
+def come_to_iteration_3(job: Job) -> None:
+    injector = FaultInjector(job, 1, 0)
+    injector.on_iteration_begin(3)
+    injector.before_update(3)
+
+
+def test_a_fault_that_is_noted_and_fails_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(fault: FaultSpec, context: object) -> None:
+        raise OSError("no tool for it")
+
+    job = make_job(tmp_path, "clock-jump@rank=1,iteration=3")
+    monkeypatch.setattr("capricorn.faults.injector.inject", fail)
+    with pytest.raises(OSError, match="no tool for it"):
+        come_to_iteration_3(job)
+    events = list(read_samples(job.run_dir / EVENTS, EventSample))
+    assert [event.event for event in events] == ["fault", "not-injected"]
+    assert injected(events) == []
+
+
+def test_a_jumped_clock_is_in_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = make_job(tmp_path, "clock-jump@rank=1,iteration=3")
+    before_s = job.now_s()
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    monkeypatch.setattr("capricorn.faults.injector.inject", lambda fault, context: None)
+    come_to_iteration_3(Job.model_validate_json(job.model_dump_json()))
+    (event,) = read_samples(job.run_dir / EVENTS, EventSample)
+    assert before_s <= event.at_s <= job.now_s()

@@ -15,6 +15,7 @@ import pytest
 
 from capricorn.emulation.fabric import NamespaceEntry
 from capricorn.errors import CapricornError
+from capricorn.launch import fork_client
 from capricorn.launch.fork_client import ForkServer, PidfdProcess
 from capricorn.launch.launch_messages import ServeRendezvous
 from capricorn.records.samples import EventSample
@@ -125,6 +126,46 @@ def test_a_fork_server_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatc
     (tmp_path / "python").chmod(0o755)
     with ForkServer() as server, pytest.raises(CapricornError, match="no torch here"):
         server.fork(ServeRendezvous(), fds=[], entry=NamespaceEntry(), log=tmp_path / "log")
+
+
+@pytest.mark.parametrize(
+    ("constant", "number", "told"),
+    [("STOPPED_S", signal.SIGSTOP, "is stopped"), ("READY_TIMEOUT_S", signal.SIGCONT, "does not answer within 0.3 s")],
+)
+def test_a_fork_server_that_owes_an_answer_is_ended_soon_if_it_is_stopped_and_later_if_not(
+    constant: str, number: signal.Signals, told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    (tmp_path / "python").write_text("#!/bin/sh\nexec sleep 60\n")
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr(fork_client, constant, 0.3)
+    with ForkServer() as server:
+        server._process.send_signal(number)
+        with pytest.raises(CapricornError, match=f"the process that forks the workers {told}"):
+            server.fork(ServeRendezvous(), fds=[], entry=NamespaceEntry(), log=tmp_path / "log")
+        assert server._process.poll() == -signal.SIGKILL
+
+
+def test_a_fork_server_that_says_much_while_it_imports_does_not_block(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    (tmp_path / "python").write_text("#!/bin/sh\nhead -c 1000000 /dev/zero | tr '\\0' x >&2\necho >&2\necho done >&2\n")
+    (tmp_path / "python").chmod(0o755)
+    with ForkServer() as server, pytest.raises(CapricornError, match="has ended: done"):
+        server.fork(ServeRendezvous(), fds=[], entry=NamespaceEntry(), log=tmp_path / "log")
+
+
+def test_a_forked_process_that_does_not_end_though_it_was_killed_is_named(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fork_client, "KILL_TIMEOUT_S", 0.01)
+    with subprocess.Popen(["sleep", "600"]) as child:
+        process = PidfdProcess(child.pid)
+        monkeypatch.setattr(process, "signal", lambda number: None)  # as if it waited for a device
+        process.end(0.01)
+        child.kill()
+    assert capfd.readouterr().err.startswith(f"note: a process of the run (process {child.pid}, state S) does not end")
 
 
 def test_a_process_that_ended_right_after_its_fork_is_no_error() -> None:

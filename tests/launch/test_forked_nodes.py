@@ -12,13 +12,14 @@ import pytest
 from capricorn.config.cluster import ClusterConfig
 from capricorn.config.scenario import LaunchConfig
 from capricorn.emulation.testbed import Loopback
-from capricorn.launch.fork_client import FakeForkServer, FakeNodeAgent
-from capricorn.launch.forked_nodes import GATHER_S, ForkedNodes
+from capricorn.launch.fork_client import FakeForkServer, FakeNodeAgent, FakeProcess
+from capricorn.launch.forked_nodes import GATHER_S, MAX_GAP_S, ForkedNodes
 from capricorn.launch.launch_messages import RankEnded, RankFrozen
 from capricorn.launch.nodes import FAILED, UNREACHABLE, GaveUpError
-from capricorn.launch.restart_policy import FIRST_ITERATION_PATIENCE_S
+from capricorn.launch.restart_policy import FIRST_ITERATION_PATIENCE_S, START_PATIENCE_S
 from capricorn.records.job_file import Job
 from capricorn.records.samples import EVENTS, EventSample, read_samples
+from tests.support.comparisons import sample_of
 from tests.support.fault_jobs import TINY, with_faults
 
 NUM_NODES, MAX_RESTARTS = 3, 2
@@ -183,6 +184,8 @@ def test_all_nodes_may_be_lost_at_once(world: World) -> None:
 
 
 def test_a_node_that_gives_no_heartbeat_is_killed_and_replaced(world: World) -> None:
+    world.wait()
+    world.wait()
     world.agent(1).is_beating = False
     patience_s = 2 * world.job.scenario.launch.frozen_s
     world.wait_for(patience_s - WAIT_S)
@@ -220,12 +223,80 @@ def test_a_run_with_progress_is_left_alone(world: World) -> None:
     assert world.orders() == [[]] * NUM_NODES
 
 
-def test_a_paused_launcher_neither_counts_its_nodes_as_silent_nor_its_run_as_stuck(world: World) -> None:
+@pytest.mark.parametrize("pause_s", [10.0, 3600.0, 10 * FIRST_ITERATION_PATIENCE_S])
+def test_a_launcher_that_was_stopped_itself_blames_nobody(pause_s: float, world: World) -> None:
+    """It may be that all were stopped, and the nodes go on only after it does."""
     world.orders()
+    for node in range(NUM_NODES):
+        world.agent(node).is_beating = False
     world.wait()
-    world.server.now_s += 10 * FIRST_ITERATION_PATIENCE_S  # the nodes went on, and have said so meanwhile
+    world.server.now_s += pause_s
+    world.wait()
+    for node in range(NUM_NODES):
+        world.agent(node).is_beating = True
     world.wait_for(1.0)
     assert world.orders() == [[]] * NUM_NODES
+    assert world.failures() == []
+
+
+def test_a_launcher_that_gets_little_of_a_core_is_patient_in_proportion(world: World) -> None:
+    world.agent(1).is_beating = False
+    world.agent(1).process.is_stopped = True
+    patience_s = 2 * world.job.scenario.launch.frozen_s
+    for _ in range(int(patience_s / (MAX_GAP_S + WAIT_S)) - 1):
+        world.server.now_s += 10.0
+        world.wait()
+    assert world.replaced == []
+    world.wait_for(2.0)
+    assert world.replaced == [1]
+
+
+def test_a_node_that_still_starts_has_more_time_unless_it_is_stopped(world: World) -> None:
+    for node in (0, 1):
+        world.agent(node).is_beating = False
+    world.agent(1).process.is_stopped = True
+    world.wait_for(2 * world.job.scenario.launch.frozen_s + 1.0)
+    assert world.replaced == [1]
+    world.wait_for(START_PATIENCE_S)
+    assert world.replaced == [1, 0]
+
+
+def rendezvous_of(world: World) -> list[FakeProcess]:
+    agents = [agent.process for agent in (*world.first.values(), *world.server.agents.values())]
+    return [process for process in world.server.processes if process not in agents]
+
+
+def test_a_rendezvous_store_that_has_ended_is_replaced_and_nobody_who_trains_is_disturbed(world: World) -> None:
+    world.orders()
+    (store,) = rendezvous_of(world)
+    store.has_ended = True
+    world.wait_for(1.0)
+    assert len(rendezvous_of(world)) == 2
+    assert world.orders() == [[]] * NUM_NODES
+    assert world.failures() == [(-1, "the rendezvous store has ended")]
+    assert not [event for event in read_samples(world.job.run_dir / EVENTS, EventSample) if event.event == "failed"]
+
+
+def test_a_rendezvous_store_that_stays_stopped_is_killed_and_replaced(world: World) -> None:
+    (store,) = rendezvous_of(world)
+    store.is_stopped = True
+    world.wait_for(1.0)
+    assert len(rendezvous_of(world)) == 1
+    world.wait_for(2 * world.job.scenario.launch.frozen_s)
+    assert store.signals == [signal.SIGKILL]
+    assert len(rendezvous_of(world)) == 2
+    assert world.failures() == [(-1, "the rendezvous store is stopped")]
+
+
+def test_the_first_checkpoint_of_a_run_may_take_longer_than_ten_iterations(world: World) -> None:
+    every = world.job.scenario.system.every
+    assert every == 1
+    world.orders()
+    world.wait_for(1.0)
+    world.nodes.progressed([sample_of(1, 0, 1.0)])
+    world.wait_for(FIRST_ITERATION_PATIENCE_S - 1)
+    assert world.orders() == [[]] * NUM_NODES
+    world.nodes.progressed([sample_of(2, 0, 1.0).model_copy(update={"requested": True})])
     assert world.failures() == []
 
 

@@ -22,7 +22,9 @@ from capricorn.launch.launch_messages import (
     RunNodeAgent,
     ServeRendezvous,
     StartAttempt,
+    TrainingBegan,
     node_report,
+    rank_report,
     receive,
     to_bytes,
 )
@@ -43,13 +45,17 @@ def test_a_report_is_read_as_what_it_is(report: FrozenModel) -> None:
     assert node_report(to_bytes(report)) == report
 
 
+@pytest.mark.parametrize("report", [TrainingBegan(attempt=1), AttemptLeft(attempt=1)])
+def test_what_a_rank_says_is_read_as_what_it_is(report: FrozenModel) -> None:
+    assert rank_report(to_bytes(report)) == report
+
+
 @pytest.mark.parametrize(
     "message",
     [
         ForkServerReady(),
         Forked(pid=7),
         StartAttempt(attempt=0),
-        AttemptLeft(attempt=0),
         ForkRequest(become=AGENT, num_namespaces=2, log=Path("log")),
         ForkRequest(become=ServeRendezvous(), num_namespaces=0, log=Path("log")),
     ],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,15 +14,17 @@ from capricorn.config.cluster import ClusterConfig
 from capricorn.config.resolve import load_model
 from capricorn.config.scenario import DataConfig, LaunchConfig, Scenario, StoreConfig, TrainConfig
 from capricorn.emulation.testbed import NetworkBackend
-from capricorn.errors import CapricornError
+from capricorn.errors import CapricornError, ConfigError, RecordError
 from capricorn.launch.interrupts import SIGNALS
 from capricorn.launch.launcher import RunListener, launch
 from capricorn.launch.nodes import FakeNodes, GaveUpError
-from capricorn.records.job_file import FATAL, Job
+from capricorn.records.job_file import Job
 from capricorn.records.samples import EVENTS, ITERATIONS, EventSample, IterationSample, RunRecord, append, read_run
 from tests.support.comparisons import sample_of
+from tests.support.small_files import files_end_at
 
 NUM_RANKS = 2
+DAY_S = 86400.0
 
 
 class Listening(RunListener):
@@ -91,7 +95,16 @@ class Stage:
 
     def be_hopeless(self, why: str) -> Callable[[], object]:
         """An act: a rank says why starting again cannot help."""
-        return lambda: (self.job.run_dir / FATAL).write_text(why)
+        return lambda: self.job.fatal.write_text(why)
+
+    def with_full_disk(self, act: Callable[[], object]) -> Callable[[], None]:
+        """An act while no record of samples can grow by a whole line."""
+
+        def full() -> None:
+            with files_end_at((self.job.run_dir / ITERATIONS).stat().st_size + 20):
+                act()
+
+        return full
 
     def record(self) -> RunRecord:
         """The record of the run, which has left nothing else."""
@@ -143,10 +156,12 @@ def test_the_last_words_of_a_rank_are_better_than_those_of_its_node(stage: Stage
         stage.launch(act)
 
 
-def test_giving_up_names_the_node_the_newest_failure_and_where_the_logs_are(stage: Stage) -> None:
+def test_giving_up_names_the_node_what_the_others_failed_by_and_where_the_logs_are(stage: Stage) -> None:
+    echo = "RuntimeError: Connection closed by peer [127.0.0.1]:4711"
+    acts = [stage.iterate(1), stage.fail(0, echo), stage.fail(1, "killed by signal 9"), stage.give_up(1)]
     with pytest.raises(CapricornError) as raised:
-        stage.launch(stage.iterate(1), stage.fail(0, "first"), stage.fail(1, "second"), stage.give_up(1))
-    assert str(raised.value) == f"node 1 gave up: rank 1: second; see {stage.listener.run_dir / 'log'}"
+        stage.launch(*acts)
+    assert str(raised.value) == f"node 1 gave up: rank 1: killed by signal 9; see {stage.listener.run_dir / 'log'}"
     assert raised.value.__cause__ is None
     assert stage.listener.heard.count("failed") == 2
     assert "stopped after 1" in stage.record().verdict
@@ -178,7 +193,8 @@ def test_whatever_ends_the_loop_the_record_is_written_and_nothing_is_left(error:
         stage.iterate(2)()
         raise error
 
-    with pytest.raises(type(error)):
+    # What the system refuses is told in one line.
+    with pytest.raises(CapricornError if isinstance(error, OSError) else type(error)):
         stage.launch(stage.iterate(1), act)
     assert "iteration 2 of rank 1" in stage.listener.heard
     assert "stopped after 2" in stage.record().verdict
@@ -198,3 +214,108 @@ def test_a_store_that_is_to_be_kept_stays(stage: Stage) -> None:
     stage.scenario = stage.scenario.model_copy(update={"store": StoreConfig(root=str(stage.stores), keep=True)})
     stage.launch(stage.iterate(1))
     assert len(list(stage.stores.iterdir())) == 1
+
+
+# --- records that cannot be written
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device", "/x/run.json")
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (FULL, "the run failed: /x/run.json: No space left on device"),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), "the run failed: Broken pipe"),
+        (PermissionError(errno.EACCES, "Permission denied", "/y"), "the run failed: /y: Permission denied"),
+        (
+            RecordError("cannot write /x/events.jsonl: No space left on device"),
+            "cannot write /x/events.jsonl: No space",
+        ),
+    ],
+)
+def test_what_the_system_refuses_is_one_line_once_all_is_ended(error: Exception, line: str, stage: Stage) -> None:
+    def act() -> None:
+        raise error
+
+    with pytest.raises(CapricornError, match=f"^{line}") as raised:
+        stage.launch(stage.iterate(1), act)
+    assert raised.value.exit_code == 1
+    assert "stopped after 1" in stage.record().verdict
+
+
+def refuse(*arguments: object, **more: object) -> None:
+    raise FULL
+
+
+def test_a_record_that_cannot_be_written_is_one_line(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("capricorn.launch.launcher.write_recoveries", refuse)
+    with pytest.raises(CapricornError, match=r"^cannot write the results in .*: No space left on device$"):
+        stage.launch(*map(stage.iterate, range(1, 5)))
+    assert not stage.nodes.is_running
+    assert not list(stage.stores.iterdir())
+
+
+@pytest.mark.parametrize("end", [CapricornError("the first"), OSError("the first"), KeyboardInterrupt("the first")])
+def test_a_record_that_cannot_be_written_does_not_hide_what_ended_the_run(
+    end: BaseException, stage: Stage, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def act() -> None:
+        raise end
+
+    monkeypatch.setattr("capricorn.launch.launcher.write_recoveries", refuse)
+    with pytest.raises((CapricornError, KeyboardInterrupt), match="the first"):
+        stage.launch(stage.iterate(1), act)
+    (note,) = capsys.readouterr().err.splitlines()
+    assert note.startswith("note: the record is not whole: cannot write the results in ")
+    assert not list(stage.stores.iterdir())
+
+
+def test_the_disk_that_is_full_is_told_by_the_rank_that_met_it_first(stage: Stage) -> None:
+    def act() -> None:
+        stage.be_hopeless("RecordError: cannot write iterations.jsonl: No space left on device")()
+        raise RecordError("cannot write events.jsonl: No space left on device")
+
+    with pytest.raises(CapricornError, match=r"^the run cannot go on: RecordError: cannot write iterations\.jsonl"):
+        stage.launch(act)
+    stage.record()
+
+
+def test_a_disk_that_is_full_leaves_whole_lines_and_no_store(stage: Stage) -> None:
+    with pytest.raises(CapricornError, match=r"cannot write .*iterations\.jsonl: No space left on device"):
+        stage.launch(stage.iterate(1), stage.with_full_disk(stage.iterate(2)))
+    text = (stage.listener.run_dir / ITERATIONS).read_text()
+    assert text.endswith("\n")
+    record = stage.record()
+    assert "stopped after 1" in record.verdict
+    assert not record.summary["notes"]
+
+
+def test_a_folder_of_runs_that_is_not_writable_is_the_mistake_of_who_named_it(stage: Stage) -> None:
+    stage.out = Path("/proc/capricorn")
+    with pytest.raises(ConfigError, match=r"^cannot make the folder of the run, /proc/capricorn/.*: No such file"):
+        stage.launch(stage.iterate(1))
+    assert not list(stage.stores.iterdir())
+
+
+def test_a_line_that_is_damaged_while_the_run_lasts_is_counted_in_its_record(stage: Stage) -> None:
+    def act() -> None:
+        with (stage.job.run_dir / ITERATIONS).open("a") as file:
+            file.write("{\n")
+
+    stage.launch(stage.iterate(1), act, *map(stage.iterate, range(2, 5)))
+    record = stage.record()
+    assert record.verdict == "ok"
+    assert record.summary["notes"] == ["iterations.jsonl: 1 line is damaged and left out (3)"]
+
+
+def test_the_clock_on_the_wall_may_jump_while_a_run_lasts(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    times_s: list[float] = []
+
+    def look() -> None:
+        times_s.append(stage.job.now_s())
+        monkeypatch.setattr(time, "time", lambda: 0.0)
+
+    stage.launch(look, look, look)
+    assert times_s == sorted(times_s)
+    assert times_s[-1] - times_s[0] < DAY_S

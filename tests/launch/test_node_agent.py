@@ -19,12 +19,14 @@ from capricorn.launch.launch_messages import (
     RankEnded,
     RankFrozen,
     StartAttempt,
+    TrainingBegan,
     node_report,
     receive,
     to_bytes,
 )
 from capricorn.launch.node_agent import HEARTBEAT_S, LEAVE_S, NodeAgent, RankProcess
 from capricorn.launch.nodes import FAILED
+from capricorn.process import KILL_TIMEOUT_S
 from capricorn.records.job_file import Job
 from tests.support.fault_jobs import TINY
 
@@ -41,12 +43,19 @@ class PlayedRank(RankProcess):
     """The other end of the pipe that stands for the pidfd."""
     code: int = 0
     signals: list[signal.Signals] = field(default_factory=list)
+    threads: str = "S"
 
     def signal(self, number: signal.Signals) -> None:
         self.signals.append(number)
 
     def exit_code(self) -> int:
         return self.code
+
+    def states(self) -> str:
+        return self.threads
+
+    def train(self) -> None:
+        self.theirs.send(to_bytes(TrainingBegan(attempt=self.attempt)))
 
     def leave(self) -> None:
         self.theirs.send(to_bytes(AttemptLeft(attempt=self.attempt)))
@@ -94,6 +103,13 @@ class Played:
     def turn(self) -> None:
         for _ in range(3):  # several things may have happened
             assert self.agent.turn(0.0)
+
+    def pass_time(self, seconds: float) -> None:
+        """Has the agent look about as often as it does in life."""
+        end_s = self.now_s + seconds
+        while self.now_s < end_s:
+            self.now_s += HEARTBEAT_S
+            self.turn()
 
     def reports(self) -> list[FrozenModel]:
         """What the agent has said since the last call, without its heartbeats."""
@@ -175,8 +191,7 @@ def test_a_rank_that_ends_instead_of_leaving_is_forked_anew_at_once(played: Play
 def test_a_rank_that_does_not_leave_in_time_is_killed_and_forked_anew(played: Played) -> None:
     played.start(1)
     slow = played.rank(3)
-    played.now_s += LEAVE_S + 0.1
-    played.turn()
+    played.pass_time(LEAVE_S + 0.1)
     assert slow.signals == [signal.SIGTERM, signal.SIGKILL]
     slow.end(-9)
     played.turn()
@@ -197,8 +212,9 @@ def test_attempts_that_follow_each_other_fast_end_in_the_newest(played: Played) 
 
 def freeze(played: Played) -> None:
     """Ranks that are played give no heartbeat."""
-    played.now_s += played.frozen_s + 0.1
-    played.turn()
+    for rank in RANKS:
+        played.rank(rank).train()
+    played.pass_time(played.frozen_s + 0.5)
 
 
 def test_a_rank_without_a_heartbeat_is_reported_and_killed_once(played: Played) -> None:
@@ -229,6 +245,81 @@ def test_a_rank_that_leaves_in_the_moment_it_is_killed_is_not_sent_on(is_told_to
     played.turn()
     assert played.processes()[-1] == (2, 1)
     assert not [report for report in played.reports() if isinstance(report, RankEnded)]
+
+
+@pytest.mark.parametrize(
+    ("threads", "is_training", "is_found"),
+    [("S", True, True), ("SR", True, False), ("S", False, False), ("T", False, True), ("T", True, True)],
+)
+def test_a_silent_rank_counts_as_hung_unless_it_starts_or_is_not_let_run(
+    threads: str, is_training: bool, is_found: bool, played: Played
+) -> None:
+    rank = played.rank(2)
+    rank.threads = threads
+    if is_training:
+        rank.train()
+    played.pass_time(played.frozen_s + 0.5)
+    assert (rank.signals == [signal.SIGKILL]) is is_found
+
+
+@pytest.mark.parametrize("pause_s", [3.0, 3600.0])
+def test_a_node_that_was_stopped_together_with_its_ranks_kills_none(pause_s: float, played: Played) -> None:
+    for rank in RANKS:
+        played.rank(rank).train()
+        played.rank(rank).threads = "T"
+    played.turn()
+    played.now_s += pause_s
+    played.turn()
+    assert [played.rank(rank).signals for rank in RANKS] == [[]] * 2
+    played.pass_time(played.frozen_s)
+    assert [played.rank(rank).signals for rank in RANKS] == [[signal.SIGKILL]] * 2, "only the ranks are stopped"
+
+
+def test_a_rank_that_goes_on_in_another_attempt_starts_again(played: Played) -> None:
+    rank = played.rank(2)
+    rank.train()
+    rank.leave()
+    played.turn()
+    played.start(1)
+    played.pass_time(played.frozen_s + 0.5)
+    assert rank.signals == []
+
+
+def test_a_rank_whose_process_does_not_end_though_it_was_killed_is_named_and_left(
+    played: Played, capfd: pytest.CaptureFixture[str]
+) -> None:
+    played.start(1)
+    stuck = played.rank(3)
+    played.pass_time(LEAVE_S + KILL_TIMEOUT_S + 0.5)
+    assert stuck.signals == [signal.SIGTERM, signal.SIGKILL]
+    assert "note: rank 3" in capfd.readouterr().err
+    assert played.processes()[-1] == (3, 1)
+
+
+@pytest.mark.parametrize("has_left", [False, True])
+def test_a_second_rank_may_die_while_the_first_is_replaced(has_left: bool, played: Played) -> None:
+    played.rank(2).end(-9)
+    played.turn()
+    if has_left:
+        played.rank(3).leave()
+        played.turn()
+    else:
+        played.start(1)
+    played.rank(3).end(-9)
+    played.turn()
+    if has_left:
+        played.start(1)
+    played.turn()
+    assert sorted(played.processes()[2:]) == [(2, 1), (3, 1)]
+    assert [report for report in played.reports() if isinstance(report, RankEnded) and report.attempt] == []
+
+
+def test_two_ranks_may_die_at_once(played: Played) -> None:
+    for rank in RANKS:
+        played.rank(rank).end(-9)
+    played.turn()
+    played.start(1)
+    assert sorted(played.processes()[2:]) == [(2, 1), (3, 1)]
 
 
 def test_a_node_whose_ranks_are_well_gives_its_heartbeats(played: Played) -> None:

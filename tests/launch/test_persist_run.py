@@ -6,8 +6,10 @@ import contextlib
 import random
 import shutil
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from statistics import fmean
 
 import psutil
 import pytest
@@ -15,7 +17,7 @@ import pytest
 from capricorn.runtime.persist.layout import Manifest, Stored, folder_of
 from capricorn.runtime.persist.survey import complete_in, survey_persistent_tier
 from tests.support.processes import command_of
-from tests.support.runs import LiveRun, assert_ok, assert_same_losses, command, faults, polls, run
+from tests.support.runs import LiveRun, Run, assert_ok, assert_same_losses, command, faults, polls, run
 
 LONG = ("--iterations", "400")
 NUM_KILLS = 30
@@ -47,6 +49,45 @@ def test_a_later_run_goes_on_from_the_checkpoints_of_an_earlier_one(tmp_path: Pa
     again = run(tmp_path / "third", "--iterations", "100", *tier)
     assert (again.exit_code, len(again.stderr.splitlines())) == (2, 1)
     assert "training ends with 100" in again.stderr
+
+
+@pytest.mark.slow
+def test_a_later_run_on_other_ranks_goes_on_alike_in_every_resume_whatever_fails(tmp_path: Path) -> None:
+    """2 ranks of 6 sequences, then 3 of 4, whose experts are uneven."""
+
+    def tier(name: str) -> tuple[str | Path, ...]:
+        return ("--persist-dir", tmp_path / name)
+
+    two, three = shape(2, 6), shape(3, 4)
+    assert_ok(run(tmp_path / "first", *two, "--iterations", "20", "--persist-every", "10", *tier("quiet")))
+    for name in ("struck", "other"):
+        shutil.copytree(tmp_path / "quiet", tmp_path / name)
+    quiet = run(tmp_path / "second", *three, "--iterations", "30", *tier("quiet"))
+    struck = run(tmp_path / "third", *three, "--iterations", "30", *tier("struck"), *faults("kill@rank=1,iteration=26"))
+    whole = run(tmp_path / "whole", *three, "--iterations", "30")
+    for ended in (quiet, struck, whole):
+        assert_ok(ended)
+    (first,) = {event.iteration for event in quiet.events if event.event == "resumed"}
+    assert "spread from 2 ranks over 3: random states are drawn anew" in {event.detail for event in quiet.events}
+    assert_same_losses(struck, quiet)
+    expected = {iteration: loss for iteration, loss in means(whole).items() if iteration > first}
+    assert means(quiet) == pytest.approx(expected, rel=1e-4), "sums are cut otherwise, for up to 30 updates"
+    refused = run(tmp_path / "fourth", *three, "--iterations", "30", *tier("other"), "--seed", "1")
+    assert refused.exit_code != 0
+    assert len(refused.stderr.splitlines()) == 1
+    assert "its data position is of other sequences; give the --seed that it was trained with" in refused.stderr
+
+
+def shape(num_ranks: int, batch_size: int) -> tuple[str, ...]:
+    return ("--nodes", str(num_ranks), "--set", f"model.batch_size={batch_size}")
+
+
+def means(ended: Run) -> dict[int, float]:
+    """By iteration, the mean loss of all ranks."""
+    losses = defaultdict(list)
+    for sample in ended.samples:
+        losses[sample.iteration].append(sample.loss)
+    return {iteration: fmean(each) for iteration, each in losses.items()}
 
 
 @pytest.mark.slow
@@ -104,7 +145,7 @@ def sums_of(tensors: Mapping[str, Stored]) -> dict[str, str]:
 
 
 def writers(live: LiveRun) -> list[psutil.Process]:
-    return [process for process in live.processes() if "persist_process" in command_of(process)]
+    return [process for process in live.processes() if "writer_process" in command_of(process)]
 
 
 def ranks(live: LiveRun) -> list[psutil.Process]:

@@ -7,21 +7,25 @@ import pytest
 from capricorn.launch.nodes import GaveUpError
 from capricorn.launch.restart_policy import (
     FIRST_ITERATION_PATIENCE_S,
-    PAUSE_S,
+    START_PATIENCE_S,
+    STARVED_FACTOR,
     ProgressWatchdog,
     RestartBudget,
     SilenceWatchdog,
+    patience_s,
 )
 
 LEAST_PATIENCE_S = 45.0
+FROZEN_S = 5.0
 
 
-def watchdog(*iterations_s: float) -> ProgressWatchdog:
-    """Of an attempt that began at 0 and has finished iterations at these times."""
-    progress = ProgressWatchdog(LEAST_PATIENCE_S)
+def watchdog(*iterations_s: float, every: int = 0, first_saved: int | None = None) -> ProgressWatchdog:
+    """Of an attempt that began at 0 and has finished iterations at these times, some with a checkpoint."""
+    progress = ProgressWatchdog(LEAST_PATIENCE_S, every=every)
     progress.attempt_began(0.0)
-    for now_s in iterations_s:
-        progress.progressed(now_s)
+    for iteration, now_s in enumerate(iterations_s, 1):
+        is_saved = first_saved is not None and iteration >= first_saved and iteration % every == 0
+        progress.progressed(now_s, iteration=iteration, is_saved=is_saved)
     return progress
 
 
@@ -44,6 +48,12 @@ def test_the_first_iteration_has_the_most_time() -> None:
     assert stuck_after(watchdog()) == FIRST_ITERATION_PATIENCE_S + 1
 
 
+def test_ranks_that_come_on_before_the_first_iteration_have_that_time_from_then_on() -> None:
+    progress = watchdog()
+    progress.progressed(100.0)
+    assert stuck_after(progress) == 100 + FIRST_ITERATION_PATIENCE_S + 1
+
+
 def test_fast_iterations_have_as_long_as_waits_are_bounded() -> None:
     assert stuck_after(watchdog(1.0, 2.0, 3.0)) == 3 + LEAST_PATIENCE_S + 1
 
@@ -60,21 +70,73 @@ def test_a_new_attempt_has_its_own_time_and_the_pace_of_those_before() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pause_s", "forgiven_s"), [(0.0, 0.0), (PAUSE_S, 0.0), (PAUSE_S + 1, PAUSE_S + 1), (3600.0, 3600.0)]
+    ("done", "first_saved", "has_grace"),
+    [
+        pytest.param(3, None, False, id="long before it"),
+        pytest.param(4, None, True, id="it comes next"),
+        pytest.param(5, 5, True, id="it may hold up the next one"),
+        pytest.param(6, 5, False, id="it is over"),
+        pytest.param(9, 5, False, id="it is not the first"),
+        pytest.param(5, None, False, id="the system left out the first that was due"),
+        pytest.param(9, None, True, id="and takes the second"),
+    ],
 )
-def test_a_launcher_that_was_stopped_itself_blames_nobody(pause_s: float, forgiven_s: float) -> None:
-    progress = watchdog(1.0)
-    progress.wait_begins(1.0, timeout_s=0.5)
-    progress.wait_begins(1.5 + pause_s, timeout_s=0.5)
-    assert stuck_after(progress) == 1 + forgiven_s + LEAST_PATIENCE_S + 1
+def test_the_first_checkpoint_may_take_longer_than_ten_iterations(
+    done: int, first_saved: int | None, has_grace: bool
+) -> None:
+    progress = watchdog(*map(float, range(1, done + 1)), every=5, first_saved=first_saved)
+    patience = FIRST_ITERATION_PATIENCE_S if has_grace else LEAST_PATIENCE_S
+    assert stuck_after(progress) == done + patience + 1
 
 
-def test_only_nodes_that_are_watched_can_be_silent() -> None:
-    silence = SilenceWatchdog(patience_s=5.0)
+def test_a_run_without_checkpoints_has_no_grace_for_them() -> None:
+    assert stuck_after(watchdog(1.0, 2.0, every=0)) == 2 + LEAST_PATIENCE_S + 1
+
+
+def test_who_has_seen_one_checkpoint_knows_how_long_they_take() -> None:
+    progress = watchdog(1.0, 2.0, 102.0, 103.0, every=3, first_saved=3)
+    assert stuck_after(progress) == 103 + 10 * 100 + 1
+
+
+def sleeping(key: int) -> str:
+    return "SS"
+
+
+def test_only_those_that_are_watched_can_be_silent() -> None:
+    silence = SilenceWatchdog[int](FROZEN_S)
     for node in (0, 1, 2):
         silence.heard(node, 10.0)
     silence.heard(1, 14.0)
     silence.forget(2)
-    assert silence.silent(15.0) == []
-    assert silence.silent(15.1) == [0]
-    assert silence.silent(20.0) == [0, 1]
+    assert silence.silent(15.0, sleeping) == {}
+    assert silence.silent(15.1, sleeping) == {0: FROZEN_S}
+    assert silence.silent(20.0, sleeping) == dict.fromkeys([0, 1], FROZEN_S)
+
+
+def test_one_that_starts_has_its_own_patience_until_it_says_that_it_is_at_work() -> None:
+    silence = SilenceWatchdog[int](FROZEN_S)
+    silence.heard(0, 0.0, is_starting=True)
+    assert silence.silent(START_PATIENCE_S, sleeping) == {}
+    assert silence.silent(START_PATIENCE_S + 0.1, sleeping) == {0: START_PATIENCE_S}
+    silence.heard(0, 100.0)
+    assert silence.silent(100.1 + FROZEN_S, sleeping) == {0: FROZEN_S}
+
+
+@pytest.mark.parametrize(
+    ("states", "starting_s", "working_s"),
+    [
+        ("S", START_PATIENCE_S, FROZEN_S),
+        ("", START_PATIENCE_S, FROZEN_S),
+        ("SR", START_PATIENCE_S, STARVED_FACTOR * FROZEN_S),
+        ("SSD", START_PATIENCE_S, STARVED_FACTOR * FROZEN_S),
+        ("TTT", FROZEN_S, FROZEN_S),
+        ("t", FROZEN_S, FROZEN_S),
+    ],
+)
+def test_patience_is_for_those_that_cannot_help_it(states: str, starting_s: float, working_s: float) -> None:
+    assert patience_s(FROZEN_S, states, is_starting=True) == starting_s
+    assert patience_s(FROZEN_S, states, is_starting=False) == working_s
+
+
+def test_a_longer_patience_that_was_asked_for_is_not_cut_at_the_start() -> None:
+    assert patience_s(500.0, "S", is_starting=True) == 500.0

@@ -22,6 +22,8 @@ NUM_NODES, MAX_RESTARTS = 2, 2
 class PlayedAgent:
     """A process that ends when the test, or a signal, says so."""
 
+    pid = 0
+
     def __init__(self) -> None:
         self.code: int | None = None
 

@@ -29,4 +29,4 @@ def test_a_recovery_is_that_from_the_last_failure_before_it_was_noticed() -> Non
 def test_a_failure_that_nobody_injected_is_named_by_what_was_noticed() -> None:
     events = [event("ready", 1.0, 0), event("failed", 2.0, 0, "killed by signal 9"), event("ready", 2.5, 1)]
     (recovery,) = recoveries_of(events, [])
-    assert (recovery.what, recovery.detect_s, recovery.restart_s) == ("killed by signal 9", 0.0, 0.5)
+    assert (recovery.what, recovery.detect_s, recovery.restart_s) == ("rank 0: killed by signal 9", 0.0, 0.5)

@@ -17,7 +17,7 @@ from tests.support.sources import FOLDERS, ROOT, external, imports, module_name,
 
 LAYERS = (
     {"units", "errors"},
-    {"hooks", "topology", "process"},
+    {"hooks", "topology", "process", "files"},
     {"config"},
     {"records"},
     {"planner", "systems", "emulation"},
@@ -33,7 +33,7 @@ LAYERS = (
 LAYER_OF = {room: number for number, layer in enumerate(LAYERS) for room in layer}
 VOCABULARY = LAYERS[0] | LAYERS[1]
 TORCH_FREE = {*VOCABULARY, "config", "records", "sizing", "planner", "systems", "simulate", "stats", "cli", "capricorn"}
-OF_RANKS = {"capricorn.systems.flat_state"}
+OF_RANKS = {"capricorn.systems.flat_state", "capricorn.systems.small_values", "capricorn.systems.tensor_bytes"}
 """What only ranks import, in rooms that the command imports."""
 PANDAS_USERS = {"compare", "report"}
 ENTRY = "capricorn.__main__"
@@ -52,6 +52,7 @@ MANY_LINES = 400
 LONG_FILES: dict[str, str] = {
     "baselines/file_checkpoints.py": "the two classes of a system that writes files, which are subclassed together",
     "baselines/lm_resiliency.py": "what is around one library",
+    "capricorn/runtime/store/node_store.py": "a node's store, and the locked folder of the run that it lies in",
 }
 
 NOT_A_NAME = {"__init__", "__main__", "conftest"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -11,18 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from capricorn.errors import TransportError
+from capricorn.errors import CapricornError, TransportError
 from capricorn.planner.link_model import LinkModel
 from capricorn.planner.plan import Chunk, Limit, Plan, tile
 from capricorn.runtime.comm.handshake import Identity
 from capricorn.runtime.comm.replica_link import ReplicaLink, Source
 from capricorn.runtime.comm.replica_server import ReplicaServer
-from capricorn.runtime.save.executor import Executor
+from capricorn.runtime.save.executor import Executor, Outage
 from capricorn.runtime.save.live_source import LiveSource
 from capricorn.runtime.save.staging import CpuStager
 from capricorn.runtime.schedule.gate import Gate
 from capricorn.runtime.store.node_store import NodeStore
-from capricorn.runtime.store.slot import Layout
+from capricorn.runtime.store.slot import Layout, Slot
 from capricorn.systems.flat_state import FlatState
 from capricorn.topology import Topology
 
@@ -39,13 +40,13 @@ class Rank:
     def __init__(self, folder: Path, timeout_s: float = DEADLINE_S, *, is_reactive: bool = True) -> None:
         topology = Topology(2, 1)
         self.weights = torch.arange(SIZE, dtype=torch.float32)
-        state = FlatState({"w": self.weights})
+        self.state = state = FlatState({"w": self.weights})
         layout = Layout(state.num_bytes, BLOCK, state.digest)
         self.num_bytes = state.num_bytes
         self.holder_store = NodeStore.create(folder / "node0", "run", 0, topology)
         self.holder_store.open_slots(OWNER, layout)
         self.store = NodeStore.create(folder / "node1", "run", 1, topology)
-        slots = self.store.open_slots(OWNER, layout)
+        self.slots = slots = self.store.open_slots(OWNER, layout)
         self.server = ReplicaServer(
             ME, HOLDER, "127.0.0.1", self.holder_store, timeout_s=timeout_s, idle_priority=False
         )
@@ -203,7 +204,7 @@ class FakeLink:
         self.received = bytearray()
         self.committed: list[int] = []
 
-    def begin(self, iteration: int, keep: int) -> None:
+    def begin(self, iteration: int, keep: int | None) -> None:
         self.received.clear()
 
     def send_range(self, iteration: int, source: Source, start: int, stop: int) -> None:
@@ -225,7 +226,7 @@ class StalledLink(FakeLink):
         super().__init__(holder)
         self.closed = threading.Event()
 
-    def begin(self, iteration: int, keep: int) -> None:
+    def begin(self, iteration: int, keep: int | None) -> None:
         assert self.closed.wait(DEADLINE_S)
         raise TransportError("closed")
 
@@ -241,7 +242,12 @@ class FailingSource(LiveSource):
 
 
 def live_executor(
-    folder: Path, weights: torch.Tensor, links: Sequence[FakeLink], source: type[LiveSource] = LiveSource
+    folder: Path,
+    weights: torch.Tensor,
+    links: Sequence[FakeLink],
+    source: type[LiveSource] = LiveSource,
+    *,
+    idle_priority: bool = False,
 ) -> Executor:
     """An executor that sends the live weights."""
     state = FlatState({"w": weights})
@@ -251,7 +257,7 @@ def live_executor(
     live = source(state, layout, torch.device("cpu"), buffer_bytes=2 * BLOCK, num_buffers=2)
     gate = Gate(is_reactive=False)
     return Executor(
-        store, OWNER, 0, stager, links, gate=gate, timeout_s=DEADLINE_S, idle_priority=False, live=live  # type: ignore[arg-type]
+        store, OWNER, 0, stager, links, gate=gate, timeout_s=DEADLINE_S, idle_priority=idle_priority, live=live  # type: ignore[arg-type]
     )  # fmt: skip
 
 
@@ -296,3 +302,149 @@ def test_a_live_state_that_cannot_be_read_fails_the_save_and_not_the_thread(tmp_
         assert save.wait_settled(DEADLINE_S)
         assert "out of memory" in save.failures[0]
     executor.close()
+
+
+# --- what goes wrong on a thread
+
+
+class Sudden(BaseException):
+    """An end that no handler of errors expects."""
+
+
+FAILURES = [ValueError("no"), KeyError("no"), struct.error("no"), MemoryError("no"), SystemExit("no"), Sudden("no")]
+
+
+class FailingStager(CpuStager):
+    """Fails once, half way through the state."""
+
+    failure: BaseException | None = None
+
+    def copy(self, slot: Slot) -> Iterator[int]:
+        failure, self.failure = self.failure, None
+        for index in super().copy(slot):
+            if failure is not None and index:
+                raise failure
+            yield index
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: type(failure).__name__)
+def test_any_end_of_a_staging_is_a_failed_save_with_its_cause_and_the_next_one_completes(
+    rank: Rank, failure: BaseException
+) -> None:
+    stager = FailingStager(rank.state, rank.slots)
+    stager.failure, rank.executor._stager = failure, stager
+    save = rank.executor.start(1, None, rank.plan([]))
+    assert save.wait_staged(DEADLINE_S)
+    assert save.wait_settled(DEADLINE_S)
+    assert not save.is_complete
+    assert f"staging: {type(failure).__name__}: " in save.failures[0]
+    save = rank.executor.start(2, None, rank.plan([]))
+    assert save.wait_settled(DEADLINE_S)
+    assert save.is_complete, save.failures
+    rank.executor.check()
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: type(failure).__name__)
+def test_a_save_whose_slot_cannot_be_begun_settles_at_once(
+    rank: Rank, failure: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def begin(*arguments: object) -> Slot:
+        raise failure
+
+    monkeypatch.setattr(rank.store, "begin", begin)
+    save = rank.executor.start(1, None, rank.plan([]))
+    assert save.wait_settled(DEADLINE_S)
+    assert save.wait_staged(DEADLINE_S)
+    assert type(failure).__name__ in save.failures[0]
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: type(failure).__name__)
+def test_any_end_of_a_transfer_is_a_failed_save_with_its_cause_and_the_next_one_completes(
+    rank: Rank, failure: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def send_range(*arguments: object) -> None:
+        raise failure
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rank.link, "send_range", send_range)
+        save = rank.executor.start(1, None, rank.plan([]))
+        assert save.wait_settled(DEADLINE_S)
+        assert save.failures == [f"{type(failure).__name__}: {failure}"]
+    save = rank.executor.start(2, None, rank.plan([]))
+    assert save.wait_settled(DEADLINE_S)
+    assert save.is_complete, save.failures
+
+
+def test_a_thread_that_has_ended_all_the_same_is_heard_of_with_its_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def use_idle_priority() -> None:
+        raise Sudden("no such priority")
+
+    monkeypatch.setattr("capricorn.runtime.save.executor.use_idle_priority", use_idle_priority)
+    executor = live_executor(tmp_path, torch.zeros(SIZE), [FakeLink(10)], idle_priority=True)
+    for thread in executor._threads[1:]:
+        thread.join(DEADLINE_S)
+    with pytest.raises(CapricornError, match="capricorn-send-10 has ended: Sudden: no such priority") as caught:
+        executor.check()
+    assert isinstance(caught.value.__cause__, Sudden)
+    executor.close()
+
+
+class Clock:
+    """A time that is set."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def fail(outage: Outage, clock: Clock, iteration: int, took_s: float, why: str = "no answer") -> str:
+    """One save over a link that fails; what is said if it was not tried."""
+    try:
+        outage.check()
+    except CapricornError as error:
+        return str(error)
+    clock.now_s += took_s
+    outage.note(iteration, why)
+    return ""
+
+
+def test_a_dead_link_is_tried_again_at_once_and_then_only_for_a_small_part_of_the_time() -> None:
+    clock = Clock()
+    outage = Outage(3, clock)
+    assert fail(outage, clock, 7, 5.0, "the holder has gone") == ""
+    assert fail(outage, clock, 8, 5.0) == ""
+    assert fail(outage, clock, 9, 5.0) == "the link to rank 3 is down since iteration 7: the holder has gone"
+    tried_s = 0.0
+    for iteration in range(10, 1000):
+        before_s = clock.now_s
+        fail(outage, clock, iteration, 5.0)
+        tried_s += clock.now_s - before_s
+        clock.now_s += 1.0
+    assert tried_s < 0.15 * clock.now_s
+
+
+def test_saves_over_a_dead_link_settle_without_waiting_for_it_and_say_since_when(tmp_path: Path) -> None:
+    link = DeadLink(10)
+    executor = live_executor(tmp_path, torch.zeros(SIZE), [link])
+    failures = []
+    for iteration in range(6):
+        save = executor.start(iteration, None, Plan(tile(4 * SIZE, 1, BLOCK)))
+        assert save.wait_settled(DEADLINE_S)
+        failures.append(save.failures[0])
+    executor.close()
+    assert link.num_tries == 2
+    assert failures == ["try 1"] + ["try 2"] + ["the link to rank 10 is down since iteration 0: try 1"] * 4
+
+
+class DeadLink(FakeLink):
+    """To a holder that does not answer, which takes a while to find out."""
+
+    num_tries = 0
+
+    def begin(self, iteration: int, keep: int | None) -> None:
+        self.num_tries += 1
+        threading.Event().wait(0.3)
+        raise TransportError(f"try {self.num_tries}")

@@ -324,7 +324,7 @@ def test_an_owner_that_stops_in_the_middle_of_a_block_is_given_up_and_may_come_a
         with connect(pair) as stuck:
             greet(stuck, ME, OWNER, HOLDER)
             block = Frame(FrameKind.BLOCK, 2, 0, SMALL.block_bytes)
-            stuck.sendall(Frame(FrameKind.BEGIN, 2, size=1).pack() + block.pack() + bytes(100))
+            stuck.sendall(Frame.begin(2, keep=1).pack() + block.pack() + bytes(100))
             assert stuck.recv(1) == b""  # dropped at its deadline
             assert complete_copies(pair.holder_store) == {(OWNER, 1)}
             assert_serves(pair)
@@ -333,7 +333,7 @@ def test_an_owner_that_stops_in_the_middle_of_a_block_is_given_up_and_may_come_a
 def test_an_owner_that_comes_again_ends_the_connection_it_had(pair: Pair) -> None:
     with connect(pair) as first:
         greet(first, ME, OWNER, HOLDER)
-        first.sendall(Frame(FrameKind.BEGIN, 99, size=max(pair.holder_store.iterations(OWNER))).pack())
+        first.sendall(Frame.begin(99, keep=max(pair.holder_store.iterations(OWNER))).pack())
         assert_serves(pair)
         assert first.recv(1) == b""
 

@@ -21,6 +21,7 @@ from capricorn.runtime.store.node_store import NodeStore, RunLock, find_stores, 
 from capricorn.runtime.store.slot import PAGE, Header, Layout, Slot, checksum
 from capricorn.topology import Topology
 from tests.support.mounts import tmpfs
+from tests.support.runs import fill_up
 
 LAYOUT = Layout(payload_bytes=10_000, block_bytes=4096, digest=1 << 63 | 5)
 
@@ -29,13 +30,13 @@ def make_store(folder: Path) -> NodeStore:
     return NodeStore.create(folder / "node0", "run", 0, Topology(1, 1))
 
 
-def save(store: NodeStore, owner: int, iteration: int, keep: int) -> Slot:
+def save(store: NodeStore, owner: int, iteration: int, keep: int | None) -> Slot:
     slot = fill(store, owner, iteration, keep)
     store.commit(slot)
     return slot
 
 
-def fill(store: NodeStore, owner: int, iteration: int, keep: int) -> Slot:
+def fill(store: NodeStore, owner: int, iteration: int, keep: int | None) -> Slot:
     slot = store.begin(owner, iteration, keep)
     for index in range(slot.layout.num_blocks):
         place = slot.payload[slot.layout.block(index)]
@@ -271,3 +272,76 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_copy(tmp_path: Path) -> No
             assert slot is not None
             assert set(bytes(slot.payload)) == {copy.iteration % 256}
         store.close()
+
+
+# --- copies that are received and may prove damaged
+
+
+def two_copies(folder: Path) -> NodeStore:
+    """Iterations 0 and 1 of owner 0."""
+    store = make_store(folder)
+    store.open_slots(0, LAYOUT)
+    save(store, 0, 0, keep=None)
+    save(store, 0, 1, keep=0)
+    return store
+
+
+def put(slot: Slot, iteration: int) -> None:
+    """What a peer sends of that iteration."""
+    for index in range(slot.layout.num_blocks):
+        place = slot.payload[slot.layout.block(index)]
+        place[:] = bytes([iteration % 256]) * len(place)
+        slot.table[index] = checksum(place)
+
+
+def test_a_copy_that_is_received_gives_up_none_until_it_is_adopted(tmp_path: Path) -> None:
+    store = two_copies(tmp_path)
+    before = sorted(path.name for path in store.folder.iterdir())
+    slot = store.receive(0, 7, keep=1)
+    put(slot, 3)
+    slot.abort()  # the peer has died
+    assert sorted(store.iterations(0)) == [0, 1]
+    slot = store.receive(0, 7, keep=1)
+    put(slot, 7)
+    store.commit(slot)
+    assert sorted(store.iterations(0)) == [0, 1]
+    assert sorted(path.name for path in store.folder.iterdir()) == before, "whoever is killed now leaves nothing"
+    store.adopt(slot)
+    assert sorted(store.iterations(0)) == [1, 7]
+    adopted = store.read(0, 7)
+    assert adopted is not None
+    assert adopted.damaged_block() is None
+    assert set(bytes(adopted.payload)) == {7}
+
+
+def test_a_copy_is_received_in_place_where_a_slot_holds_none(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    slots = store.open_slots(0, LAYOUT)
+    save(store, 0, 4, keep=None)
+    slot = store.receive(0, 5, keep=4)
+    assert slot in slots
+    put(slot, 5)
+    store.commit(slot)
+    store.adopt(slot)
+    assert sorted(store.iterations(0)) == [4, 5]
+
+
+def test_without_room_for_a_spare_copy_what_would_be_taken_next_is_kept(tmp_path: Path) -> None:
+    with tmpfs("128k") as root:
+        store = two_copies(root)
+        fill_up(root / "filling")
+        slot = store.receive(0, 7, keep=0)
+        assert store.iterations(0) == [0]
+        put(slot, 7)
+        store.commit(slot)
+        store.adopt(slot)
+        assert sorted(store.iterations(0)) == [0, 7]
+        store.close()
+
+
+def test_all_copies_are_emptied_if_none_is_to_stay_also_that_of_iteration_0(tmp_path: Path) -> None:
+    store = two_copies(tmp_path)
+    store.forget_after(0)
+    assert store.iterations(0) == [0]
+    store.forget_after(None)
+    assert store.iterations(0) == []

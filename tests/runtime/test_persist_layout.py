@@ -6,15 +6,22 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
 
-from capricorn.runtime.persist.layout import MANIFEST, METADATA, Manifest, folder_of, iterations_in, rank_file
+from capricorn.errors import ConfigError
+from capricorn.runtime.persist.layout import MANIFEST, METADATA, Manifest, folder_of, hash_of, iterations_in, rank_file
+from capricorn.runtime.replicating_system import ReplicatingSystem
+from capricorn.runtime.store.node_store import NodeStore
+from capricorn.systems.flat_state import FlatState
 from tests.cli.test_cli import cli
+from tests.support.peers import job_of
 from tests.support.runs import flip_byte
 from tests.support.spawn import run_ranks
 from tests.support.tiers import MODEL, expected, experts_in, load, same, save
@@ -53,7 +60,7 @@ def test_a_script_with_nothing_but_torch_loads_it(saved: Path, tmp_path: Path) -
     assert names == {key for key in Manifest.read(folder).tensors if "/value/" not in key}
     wrong = [key for key in names if not same(state[key], expected(key, tuple(state[key].shape), 6))]
     assert not wrong
-    assert [int(state[f"rank{rank}/value/position"]) for rank in range(2)] == [6, 6]
+    assert [int(state[f"rank{rank}/value/sequences"]) for rank in range(2)] == [24, 24]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
@@ -62,18 +69,9 @@ def test_any_number_of_ranks_restores_every_tensor_bit_for_bit(saved: Path, tmp_
     results = run_ranks(load, num_ranks, str(tmp_path))
     assert [(each["iteration"], each["wrong"]) for each in results] == [(6, [])] * num_ranks
     assert results[0]["sources"] == ["persistent"] * num_ranks
-    assert [each["position"] for each in results] == [12 // num_ranks] * num_ranks, "no batch is skipped or read again"
+    assert [each["position"] for each in results] == [24] * num_ranks, "no sequence is skipped or read again"
     assert len({each["rng"] for each in results}) == num_ranks
     assert bool(results[0]["notes"]) == (num_ranks != 2)
-
-
-def test_batches_that_ranks_cannot_share_are_refused_before_anything_is_loaded(saved: Path, tmp_path: Path) -> None:
-    (tmp_path / "tier").mkdir()
-    (tmp_path / "tier" / "iteration-00000005").symlink_to(folder_of(saved / "tier", 5))
-    for each in run_ranks(load, 3, str(tmp_path)):
-        assert "ConfigError" in each["error"]
-        assert "2 ranks have read 10 batches, which 3 ranks cannot share" in each["error"]
-        assert each["is_untouched"]
 
 
 def test_another_model_is_refused_before_anything_is_loaded(saved: Path, tmp_path: Path) -> None:
@@ -218,3 +216,94 @@ def test_options_that_do_not_go_together_are_one_line(
 ) -> None:
     assert cli("export", folder_of(saved / "tier", 6), *arguments) == 2
     assert message in capsys.readouterr().err
+
+
+# --- other versions
+
+
+class LaterManifest(Manifest):
+    """As a later version may have it: with a field more, which may be left out."""
+
+    remark: str = ""
+    origin: Mapping[str, str] = {}
+
+
+def test_a_later_version_with_more_fields_reads_what_this_one_has_written_and_the_other_way_round(copied: Path) -> None:
+    folder = folder_of(copied / "tier", 6)
+    before = Manifest.read(folder)
+    later = LaterManifest.read(folder)
+    assert later.remark == ""
+    later.model_copy(update={"remark": "größer", "origin": {"a": "b"}}).write(folder)
+    assert LaterManifest.read(folder).remark == "größer"
+    found = Manifest.read(folder)
+    assert found.model_copy(update={"seal": before.seal}) == before
+
+
+def write_newer(folder: Path, **changes: object) -> None:
+    """Makes a manifest one of a newer version, sealed as that would seal it."""
+    found = json.loads((folder / MANIFEST).read_text()) | changes | {"seal": ""}
+    unsealed = json.dumps(found, indent=1).replace('"seal": ""', '"seal":""').encode()
+    (folder / MANIFEST).write_bytes(unsealed.replace(b'"seal":""', f'"seal":"{hash_of(unsealed)}"'.encode()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"format": 2}, "it has format 2, this version reads up to 1"),
+        ({"tensors": {"w": {"shards": []}}}, "which says"),
+    ],
+)
+def test_a_checkpoint_of_a_newer_version_is_refused_as_such_and_nothing_older_is_taken(
+    copied: Path, changes: dict[str, object], what: str
+) -> None:
+    write_newer(folder_of(copied / "tier", 6), **changes)
+    with pytest.raises(ConfigError, match=f"was written by a newer version.*{what}"):
+        Manifest.read(folder_of(copied / "tier", 6))
+    for each in run_ranks(load, 2, str(copied)):
+        assert "ConfigError" in each["error"]
+        assert "was written by a newer version" in each["error"]
+        assert each["is_untouched"]
+
+
+def test_iteration_0_is_persisted_and_restored(tmp_path: Path) -> None:
+    assert run_ranks(save, 1, str(tmp_path), (0,)) == [[""]]
+    (each,) = run_ranks(load, 1, str(tmp_path))
+    assert (each["iteration"], each["wrong"]) == (0, [])
+
+
+RELEASED = Path(__file__).parent / "released"
+"""A checkpoint as version 0.2.0 has written it: of one rank, whose model is called as it is not in ASCII."""
+
+
+def load_released(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
+    tensors = {
+        "param/w": torch.zeros(5),
+        "param/layers.0.experts.3.w": torch.zeros(3, dtype=torch.bfloat16),
+        "step/w": torch.zeros((), dtype=torch.int64),
+    }
+    restored: dict[str, Any] = {}
+    state = FlatState(tensors, capture=lambda: {"position": torch.tensor(0)}, publish=restored.update)
+    job = job_of(rank, num_ranks, Path(folder), every=1)
+    NodeStore.create(job.store_dir, "run", rank, job.topology)
+    system = ReplicatingSystem()
+    system.attach(replace(job, persist_dir=Path(folder) / "tier"), state)
+    report = system.restore()
+    system.close()
+    return {
+        "report": (report.iteration, list(report.sources), list(report.damaged)),
+        "position": int(restored["position"]),
+        "tensors": {key: tensor.tolist() for key, tensor in tensors.items()},
+    }
+
+
+def test_a_checkpoint_of_the_released_version_is_read(tmp_path: Path) -> None:
+    shutil.copytree(RELEASED, tmp_path / "tier")
+    (told,) = run_ranks(load_released, 1, str(tmp_path))
+    assert told["report"] == (6, ["persistent"], [])
+    assert told["position"] == 17
+    assert told["tensors"] == {
+        "param/w": [0.0, 1.0, 2.0, 3.0, 4.0],
+        "param/layers.0.experts.3.w": [0.5, -1.5, 2.5],
+        "step/w": 6,
+    }
+    assert Manifest.read(folder_of(RELEASED, 6)).model == "modèle"

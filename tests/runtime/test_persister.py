@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +15,29 @@ import pytest
 import torch.distributed as dist
 
 from capricorn.config.scenario import PersistConfig
-from capricorn.errors import CapricornError
+from capricorn.errors import CapricornError, StoreError
+from capricorn.runtime.persist.messages import Order, WriterTask
+from capricorn.runtime.persist.persister import Persister, _Writer
 from capricorn.runtime.persist.restore import PersistentTier
 from capricorn.runtime.persist.survey import complete_in, survey_persistent_tier
 from capricorn.runtime.replicating_system import ReplicatingSystem
 from capricorn.runtime.save.staging import payload_of
+from capricorn.runtime.store.node_store import NodeFacts, NodeStore
+from capricorn.systems.interface import Counters
 from tests.support.mounts import tmpfs
+from tests.support.peers import job_of
 from tests.support.processes import children_of, command_of
 from tests.support.runs import fill_up
 from tests.support.spawn import run_ranks
 from tests.support.tiers import Rank, train
 
 PATIENCE_S = 60.0
+NODE = NodeFacts(format=1, run_id="run", node=0, num_nodes=1, ranks_per_node=1)
 
 
 def writers() -> list[psutil.Process]:
     """Those of this process."""
-    return [each for each in children_of(os.getpid(), recursive=False) if "persist_process" in command_of(each)]
+    return [each for each in children_of(os.getpid(), recursive=False) if "writer_process" in command_of(each)]
 
 
 def complaint_of(system: ReplicatingSystem) -> str:
@@ -93,7 +102,7 @@ def stop_the_writer(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
     complaint = complaint_of(system)
     system.close()
     loaded = me.attach(root, 1)
-    assert PersistentTier(loaded.job, root, loaded._store, me.state.entries).obtain(2, 0) == ""  # type: ignore[arg-type]
+    assert PersistentTier(loaded.job, root, loaded._store, me.state).obtain(2, 0) == ""  # type: ignore[arg-type]
     slot = loaded._store.read(rank, 2)  # type: ignore[union-attr]
     assert slot is not None
     me.state.load(payload_of(slot))
@@ -180,3 +189,90 @@ def test_a_full_disk_is_counted_told_and_freed_and_training_goes_on(tmp_path: Pa
     assert any("No space left" in each["complaint"] for each in results)
     assert complete == [2, 6]
     assert left == ["iteration-00000002", "iteration-00000006"]
+
+
+# --- the messages of a writer
+
+NOISE = """
+import os, sys
+print("a library says hello")
+os.write(1, b"and so does its C part\\n")
+sys.stdin.read()
+"""
+
+
+def task_in(folder: Path) -> WriterTask:
+    return WriterTask(
+        run_id="run", attempt=0, rank=0, num_nodes=1, ranks_per_node=1, model="", root=folder,
+        layout=folder / "owner0.json", keep=2, timeout_s=5.0,
+    )  # fmt: skip
+
+
+def test_what_a_library_prints_and_reads_in_a_writer_is_not_between_it_and_the_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(NOISE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    order = Order(iteration=0, slot=tmp_path / "owner0.slot0")
+    with closing(_Writer(task_in(tmp_path))) as writer:
+        writer.send(order)
+        answer = writer.take(order, PATIENCE_S)
+    assert answer is not None
+    assert "owner0.json" in answer.failure, "it has read its order, and looked for what it is to write"
+
+
+@pytest.mark.parametrize(
+    ("says", "complaint"),
+    [
+        ("nonsense", "a damaged message came from the writer: b'nonsense'"),
+        ("", "a damaged message came from the writer: b''"),
+        ('{"iteration": 4', "a damaged message came from the writer"),
+        ('{"iteration": 4}', "the writer answers to iteration 4, not 3"),
+        (None, "the writer has ended with code 0"),
+    ],
+)
+def test_a_message_that_makes_no_sense_is_said_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str | None, complaint: str
+) -> None:
+    program = tmp_path / "writer"
+    act = "" if says is None else f"os.write(int(sys.argv[6]), {says.encode()!r} + b'\\n')\n"
+    program.write_text(f"#!{sys.executable} -SE\nimport os, sys\n{act}")
+    program.chmod(0o700)
+    monkeypatch.setattr("capricorn.runtime.persist.persister.sys.executable", str(program))
+    with closing(_Writer(task_in(tmp_path))) as writer, pytest.raises(StoreError) as caught:
+        writer.take(Order(iteration=3, slot=tmp_path / "slot"), PATIENCE_S)
+    assert str(caught.value).startswith(complaint)
+
+
+# --- when an iteration is due
+
+
+@pytest.mark.parametrize(
+    ("every", "trained", "restored", "due"),
+    [
+        (1, range(5), "nothing", [0, 1, 2, 3, 4]),
+        (3, range(8), "nothing", [0, 3, 6]),
+        (3, range(1, 8), "nothing", [3, 6]),
+        (3, range(1000, 1007), "nothing", [1002, 1005]),
+        (3, range(1, 20, 5), "nothing", [6, 11, 16]),
+        (3, range(5, 10), 3, [6, 9]),
+        (3, range(5, 10), None, [5, 6, 9]),
+        (3, range(1, 7), 0, [3, 6]),
+    ],
+)
+def test_every_nth_iteration_is_due_wherever_the_numbers_begin(
+    tmp_path: Path, every: int, trained: range, restored: int | str | None, due: list[int]
+) -> None:
+    """`restored`: what was persisted by then of a job that goes on."""
+    job, counters = job_of(0, 1, tmp_path), Counters()
+    job = replace(job, persist=PersistConfig(every=every), persist_dir=tmp_path)
+    persister = Persister(job, NodeStore(tmp_path, NODE), counters)
+    if restored != "nothing":
+        persister.resume(restored)  # type: ignore[arg-type]
+    taken = []
+    for iteration in trained:
+        persister.note(iteration)
+        before = counters.skipped_persists
+        persister.take(iteration)  # no vote has found the writers idle, so it is skipped if it is due
+        taken += [iteration] * (counters.skipped_persists - before)
+    assert taken == due

@@ -14,12 +14,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from capricorn.errors import TransportError
+from capricorn.errors import CapricornError, StoreError, TransportError
 from capricorn.runtime.comm.handshake import Identity, greet
 from capricorn.runtime.comm.replica_link import ReplicaLink
 from capricorn.runtime.comm.wire import FRAME_BYTES, Frame, FrameKind, receive, set_deadline
 from capricorn.runtime.store.slot import Slot
+from capricorn.systems.iteration_order import MAX_ITERATION
 from tests.support.replicas import HOLDER, LAYOUT, ME, OWNER, Pair, assert_threads_end
+from tests.support.runs import polls
 
 
 @pytest.fixture
@@ -276,7 +278,7 @@ def test_a_frame_that_makes_no_sense_ends_the_connection_and_harms_no_copy(pair:
         set_deadline(owner, 5.0)
         owner.connect(pair.server.address)
         greet(owner, ME, OWNER, HOLDER)
-        owner.sendall(Frame(FrameKind.BEGIN, 2, size=1).pack() + frame)
+        owner.sendall(Frame.begin(2, keep=1).pack() + frame)
     pair.link.close()
     pair.link.connect("{}")
     replica = pair.replica(1)
@@ -322,3 +324,76 @@ def test_an_owner_may_be_silent_for_longer_than_the_deadline_between_two_checkpo
     pair.replicate(pair.staged(1), 1)
     assert pair.replica(1) is not None
     pair.close()
+
+
+class Sudden(BaseException):
+    """An end that no handler of errors expects."""
+
+
+@pytest.mark.parametrize("failure", [KeyError("no"), MemoryError("no"), StoreError("no room"), Sudden("no")])
+def test_whatever_ends_a_replica_at_the_holder_ends_the_owners_wait_and_is_told_with_its_cause(
+    pair: Pair, failure: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def begin(*arguments: object) -> Slot:
+        raise failure
+
+    pair.link.connect("{}")
+    slot = pair.staged(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(pair.holder_store, "begin", begin)
+        with pytest.raises(TransportError, match="rank 1, replica on rank 0: the connection"):
+            pair.replicate(slot, 1)
+        for _ in polls(5.0):
+            if told := pair.server.take_failures():
+                break
+    assert told[0].startswith(f"the replica of rank {OWNER} failed on rank {HOLDER}: ")
+    assert str(failure) in told[0]
+    assert pair.server.take_failures() == []
+    pair.replicate(slot, 1)
+    assert pair.replica(1) is not None
+
+
+def test_a_holder_that_accepts_nobody_any_more_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def admit(sock: socket.socket) -> None:
+        raise Sudden("no")
+
+    pair = Pair(tmp_path)
+    pair.server.check()
+    monkeypatch.setattr(pair.server, "_admit", admit)
+    with socket.create_connection(pair.server.address):
+        pair.server._acceptor.join(5.0)
+    with pytest.raises(CapricornError, match="capricorn-accept has ended: Sudden: no"):
+        pair.server.check()
+    pair.close()
+
+
+@pytest.mark.parametrize("keep", [None, 0, 1, 5, MAX_ITERATION])
+@pytest.mark.parametrize("iteration", [0, 1, MAX_ITERATION])
+def test_a_frame_carries_every_iteration_and_whether_one_is_to_be_kept(iteration: int, keep: int | None) -> None:
+    frame = Frame.unpack(Frame.begin(iteration, keep).pack())
+    assert (frame.kind, frame.iteration, frame.keep) == (FrameKind.BEGIN, iteration, keep)
+
+
+def test_iteration_0_is_kept_at_the_holder_while_the_next_ones_come(pair: Pair) -> None:
+    pair.link.connect("{}")
+    pair.replicate(pair.staged(0, keep=None), 0, keep=None)
+    for iteration in (1, 2):
+        pair.replicate(pair.staged(iteration, keep=0), iteration, keep=0)
+        assert pair.replica(0) is not None
+
+
+def test_a_replica_of_an_iteration_that_no_rank_could_agree_on_is_refused(pair: Pair) -> None:
+    pair.link.connect("{}")
+    pair.link._send(Frame(FrameKind.BEGIN, MAX_ITERATION + 1))
+    with pytest.raises(TransportError):
+        pair.link.commit(MAX_ITERATION + 1)
+    assert pair.holder_store.iterations(OWNER) == []
+
+
+@pytest.mark.parametrize("timeout_s", [1e-9, 1e-7, 4e-7])
+def test_a_deadline_below_the_kernels_resolution_is_short_and_not_without_end(timeout_s: float) -> None:
+    first, second = socket.socketpair()
+    with first, second:
+        set_deadline(first, timeout_s)
+        with pytest.raises(TransportError, match="deadline"):
+            receive(first, 1)

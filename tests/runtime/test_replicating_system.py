@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from capricorn.config.planner import PlannerConfig
 from capricorn.config.scenario import SystemConfig
-from capricorn.errors import CapricornError, NoCompleteCheckpointError
+from capricorn.errors import CapricornError, ConfigError, NoCompleteCheckpointError, TransportError
 from capricorn.hooks import OpKey
 from capricorn.runtime.comm.replica_link import ReplicaLink
 from capricorn.runtime.recovery import newest_common
@@ -292,3 +292,88 @@ def test_ranks_that_stopped_at_different_iterations_agree_on_the_one_they_share(
 )
 def test_the_newest_iteration_that_all_owners_share(survivors: dict[int, Any], expected: int | None) -> None:
     assert newest_common(survivors, 2) == expected
+
+
+def fall_back(rank: int, num_nodes: int, folder: str) -> dict[str, Any]:
+    """Rank 1's own node has come back with the iterations 1 and 2; the fetch of 5, the newest, ends half way."""
+    toy = Toy(rank, num_nodes, Path(folder))
+    toy.train(1, 2)
+    toy.system.drain(10.0)
+    own = [path for path in toy.folder.glob("owner1.slot*") if rank == 1]
+    old = {path: path.read_bytes() for path in own}
+    toy.train(3, 5)
+    toy.system.drain(10.0)
+    toy.system.close()
+    for path, content in old.items():
+        path.write_bytes(content)
+    dist.barrier()
+    fetch, seen = ReplicaLink.fetch, []
+
+    def fetch_half(self: ReplicaLink, iteration: int, slot: Slot) -> None:
+        if iteration == 5:
+            slot.payload[: SIZE // 2] = bytes(SIZE // 2)
+            seen.append(sorted(again.system._store.iterations(1)))  # type: ignore[union-attr]
+            raise TransportError("the connection was closed")
+        fetch(self, iteration, slot)
+
+    ReplicaLink.fetch = fetch_half  # type: ignore[method-assign]
+    again = Toy(rank, num_nodes, Path(folder), attempt=1)
+    report = again.system.restore()
+    restored = again.holds(report.iteration)
+    again.train(5, 6)
+    again.system.drain(10.0)
+    latest = again.system.latest_complete()
+    again.system.close()
+    return {"restored": (report.iteration, restored), "seen": seen, "latest": latest, "damaged": list(report.damaged)}
+
+
+def test_a_fetch_that_ends_half_way_has_cost_none_of_the_local_copies(tmp_path: Path) -> None:
+    first, second = run_ranks(fall_back, 2, str(tmp_path))
+    assert second["seen"] == [[1, 2]]
+    for each in (first, second):
+        assert each["restored"] == (4, True)
+        assert each["latest"] == 6
+        assert each["damaged"] == ["rank 1's copy of iteration 5 on rank 0"]
+
+
+def refuse_timeouts(rank: int, num_nodes: int, folder: str) -> list[str]:
+    toy = Toy(rank, num_nodes, Path(folder), replicas=1)
+    said = []
+    for timeout_s in (0, 0.0, -1.0, float("nan"), float("inf"), 1e300, 1e-9, "5", None, True):
+        try:
+            toy.system.drain(timeout_s)  # type: ignore[arg-type]
+        except ConfigError as error:
+            said.append(str(error))
+    toy.system.drain(1)
+    toy.system.close()
+    return said
+
+
+def test_a_timeout_that_cannot_be_waited_for_is_refused_by_name(tmp_path: Path) -> None:
+    (said,) = run_ranks(refuse_timeouts, 1, str(tmp_path))
+    assert len(said) == 10
+    assert all(text.startswith("timeout_s=") and "\n" not in text for text in said)
+
+
+def close_after_a_failure(rank: int, num_nodes: int, folder: str) -> list[str]:
+    """The server does not end in order; everything else does."""
+    toy = Toy(rank, num_nodes, Path(folder), replicas=1)
+    toy.train(0, 2)
+    server = toy.system._server
+    assert server is not None
+    close = server.close
+
+    def fail() -> None:
+        close()
+        raise OSError("no")
+
+    server.close = fail  # type: ignore[method-assign]
+    try:
+        toy.system.close()
+    except OSError:
+        toy.system.close()
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("capricorn")]
+
+
+def test_what_fails_to_end_does_not_keep_the_rest_from_ending(tmp_path: Path) -> None:
+    assert run_ranks(close_after_a_failure, 1, str(tmp_path)) == [[]]

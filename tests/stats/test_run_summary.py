@@ -12,7 +12,7 @@ import pytest
 
 from capricorn.config.cluster import ClusterConfig
 from capricorn.config.resolve import load_model
-from capricorn.config.scenario import Scenario, SystemConfig, TrainConfig
+from capricorn.config.scenario import LaunchConfig, PersistConfig, Scenario, SystemConfig, TrainConfig
 from capricorn.errors import ConfigError
 from capricorn.records.samples import (
     EVENTS,
@@ -35,6 +35,10 @@ def scenario(iterations: int, warmup: int = 0, ranks: int = 2) -> Scenario:
         train=TrainConfig(iterations=iterations, warmup=warmup),
         cluster=ClusterConfig(nodes=2, ranks_per_node=ranks // 2),
     )
+
+
+def without_checkpoints(iterations: int, warmup: int = 0) -> Scenario:
+    return scenario(iterations, warmup).model_copy(update={"system": SystemConfig(every=0)})
 
 
 def sample(iteration: int, rank: int = 0, attempt: int = 0, **fields: Any) -> IterationSample:
@@ -71,7 +75,7 @@ def test_an_iteration_lasts_as_long_as_on_its_slowest_rank(tmp_path: Path) -> No
     for i in range(1, 5):
         fast, slow = sample(i, 0, duration_s=i, requested=False), sample(i, 1, duration_s=10 * i, stall_s=0.2)
         write(tmp_path, fast, slow.model_copy(update={"requested": False}))
-    summary, verdict = summarize(tmp_path, scenario(4, warmup=1))
+    summary, verdict = summarize(tmp_path, without_checkpoints(4, warmup=1))
     assert verdict == "ok"
     assert summary["iterations"] == 4
     assert summary["iteration_s_p50"] == 30  # of 20, 30, 40
@@ -204,8 +208,41 @@ def test_no_complete_checkpoint_is_never_ok(tmp_path: Path) -> None:
 
 def test_a_run_without_checkpoints_is_ok_and_has_no_lag(tmp_path: Path) -> None:
     samples = both_ranks(1, 2, requested=False, latest_complete=0, completed=(), stall_s=0)
-    summary, verdict = summarize(write(tmp_path, *samples), scenario(2))
+    summary, verdict = summarize(write(tmp_path, *samples), without_checkpoints(2))
     assert (summary["requested"], summary["effective"], summary["replica_lag_p50"], verdict) == (0, 0, None, "ok")
+
+
+def test_a_run_in_which_no_checkpoint_came_due_is_not_ok(tmp_path: Path) -> None:
+    write(tmp_path, *both_ranks(1, 2, requested=False, latest_complete=0, completed=()))
+    _, verdict = summarize(tmp_path, scenario(2))
+    assert verdict == "no checkpoint came due in 2 iterations: train longer, or make them more often"
+
+
+@pytest.mark.parametrize(
+    ("every", "counted", "due", "verdict"),
+    [
+        (2, {"persisted": 1}, 3, "ok"),
+        (2, {"failed_persists": 1}, 3, "persisted 0 of 3 checkpoints that were due: 6 failed"),
+        (2, {"skipped_persists": 1}, 3, "persisted 0 of 3 checkpoints that were due: 0 failed"),
+        (4, {}, 1, "persisted 0 of 1 checkpoints that were due: 0 failed"),
+        (7, {}, 0, "no checkpoint came due for the persistent tier: train longer, or persist more often"),
+        (0, {}, None, "ok"),
+    ],
+)
+def test_a_run_that_was_to_persist_and_persisted_nothing_has_a_verdict_of_its_own(
+    every: int, counted: dict[str, int], due: int | None, verdict: str, tmp_path: Path
+) -> None:
+    write(tmp_path, *both_ranks(1, 2, 3, 4, 5, 6, **counted))
+    summary, said = summarize(tmp_path, scenario(6).model_copy(update={"persist": PersistConfig(every=every)}))
+    assert (summary["due_persists"], said) == (due, verdict)
+
+
+def test_where_rank_0_left_no_record_nothing_is_said_of_what_was_persisted(tmp_path: Path) -> None:
+    machines = LaunchConfig(nnodes=2, node_rank=1, rdzv_endpoint="host:1")
+    write(tmp_path, *(sample(i, rank=1) for i in range(1, 5)))
+    ours = scenario(4).model_copy(update={"persist": PersistConfig(every=2), "launch": machines})
+    summary, verdict = summarize(tmp_path, ours)
+    assert (summary["due_persists"], verdict) == (None, "ok")
 
 
 def test_memory_is_the_sum_of_each_ranks_peak(tmp_path: Path) -> None:

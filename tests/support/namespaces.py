@@ -49,7 +49,8 @@ def start(entry: NamespaceEntry, *arguments: str) -> subprocess.Popen[str]:
     """A process that does what `tests.support.traffic` is told, at that place."""
     return subprocess.Popen(
         [*entry.prefix, "tests.support.traffic", *arguments],
-        cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=entry.pass_fds,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        pass_fds=entry.pass_fds,
     )  # fmt: skip
 
 

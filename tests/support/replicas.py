@@ -23,16 +23,16 @@ OWNER, HOLDER = 1, 0
 class Pair:
     """An owner and its holder, each with a store of its own."""
 
-    def __init__(self, folder: Path, timeout_s: float = 5.0, layout: Layout = LAYOUT) -> None:
+    def __init__(
+        self, folder: Path, timeout_s: float = 5.0, layout: Layout = LAYOUT, address: str = "127.0.0.1"
+    ) -> None:
         self.layout = layout
         topology = Topology(2, 1)
         self.holder_store = NodeStore.create(folder / "node0", "run", 0, topology)
         self.owner_store = NodeStore.create(folder / "node1", "run", 1, topology)
         self.holder_store.open_slots(OWNER, layout)
         self.owner_store.open_slots(OWNER, layout)
-        self.server = ReplicaServer(
-            ME, HOLDER, "127.0.0.1", self.holder_store, timeout_s=timeout_s, idle_priority=False
-        )
+        self.server = ReplicaServer(ME, HOLDER, address, self.holder_store, timeout_s=timeout_s, idle_priority=False)
         self.server.start({OWNER: layout})
         self.link = self.make_link(timeout_s=timeout_s)
 
@@ -50,14 +50,14 @@ class Pair:
             route=route,
         )
 
-    def staged(self, iteration: int, keep: int = 0) -> Slot:
+    def staged(self, iteration: int, keep: int | None = 0) -> Slot:
         """A complete local copy of random bytes."""
         slot = self.owner_store.begin(OWNER, iteration, keep)
         fill(slot, os.urandom(self.layout.payload_bytes))
         slot.commit()
         return slot
 
-    def replicate(self, slot: Slot, iteration: int, keep: int = 0, link: ReplicaLink | None = None) -> None:
+    def replicate(self, slot: Slot, iteration: int, keep: int | None = 0, link: ReplicaLink | None = None) -> None:
         link = link or self.link
         link.begin(iteration, keep)
         link.send_range(iteration, slot, 0, self.layout.payload_bytes)

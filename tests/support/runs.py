@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -147,11 +147,19 @@ def faults(*specs: str) -> list[str]:
 class LiveRun:
     """A run from the moment it is started; whatever happens, leaving the block ends all of its processes."""
 
-    def __init__(self, out: Path, *options: str | Path, prefix: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        out: Path,
+        *options: str | Path,
+        prefix: Sequence[str] = (),
+        program: Sequence[str] = PROGRAM,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+    ) -> None:
         self._out, self._mark = out, uuid.uuid4().hex
         out.mkdir(parents=True, exist_ok=True)
         usual = (*TINY, "--iterations", str(ITERATIONS_DONE), "--out", out)
-        arguments = [*prefix, *PROGRAM, "run", *map(str, (*usual, *options))]
+        arguments = [*prefix, *program, "run", *map(str, (*usual, *options))]
         # Files, as a pipe that nobody reads may fill up and block.
         self._stdout, self._stderr = TemporaryFile(), TemporaryFile()  # noqa: SIM115 - closed in __exit__
         self.process = subprocess.Popen(
@@ -159,7 +167,8 @@ class LiveRun:
             stdin=subprocess.DEVNULL,
             stdout=self._stdout,
             stderr=self._stderr,
-            env={**os.environ, MARK: self._mark},
+            env={**(os.environ if env is None else env), MARK: self._mark},
+            cwd=cwd,
             start_new_session=True,  # a process group of its own, as a shell makes it
         )
 

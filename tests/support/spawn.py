@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,8 +20,10 @@ PRELOADED = ["torch", "fairscale.optim", "fairscale.nn.moe"]
 CONTEXT.set_forkserver_preload(PRELOADED)
 
 
-def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, deadline_s: float = 60.0) -> list[Any]:
-    """What the module-level `fn(rank, num_ranks, *args)` returns on each rank, one thread each."""
+def run_ranks(
+    fn: Callable[..., Any], num_ranks: int, *args: Any, deadline_s: float = 60.0, lost: Collection[int] = ()
+) -> list[Any]:
+    """What the module-level `fn(rank, num_ranks, *args)` returns on each rank, one thread each; None of `lost` ones."""
     with TemporaryDirectory() as folder:
         processes = [
             CONTEXT.Process(target=_run_rank, args=(fn, rank, num_ranks, args, Path(folder), deadline_s))
@@ -39,7 +41,8 @@ def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, deadline_s: fl
         errors = [path.read_text() for path in sorted(Path(folder).glob("error*"))]
         assert not errors, "\n".join(errors)
         assert not late, f"ranks {late} did not end within {deadline_s} s"
-        return [torch.load(Path(folder) / f"result{rank}", weights_only=False) for rank in range(num_ranks)]
+        results = [None if rank in lost else Path(folder) / f"result{rank}" for rank in range(num_ranks)]
+        return [path and torch.load(path, weights_only=False) for path in results]
 
 
 def _run_rank(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +46,17 @@ def expected(key: str, shape: tuple[int, ...], iteration: int) -> Tensor:
 class Rank:
     """One rank's model, optimizer and data, all made of `expected`."""
 
-    def __init__(self, rank: int, world_size: int, folder: Path, model: str = MODEL) -> None:
+    def __init__(
+        self, rank: int, world_size: int, folder: Path, model: str = MODEL, batch_size: int | None = None
+    ) -> None:
         self.rank, self.world_size, self.folder = rank, world_size, folder
         self.topology = Topology(world_size, 1)
         config = load_model(model)
+        config = config.model_copy(update={"batch_size": batch_size or config.batch_size})
         network = Network(dist.group.WORLD)
         self.model = build_model(config, rank, world_size, network, "cpu", seed=0)
         self.optimizer = Optimizer(self.model, TrainConfig(), network)
-        tokens = folder / f"tokens{rank}.npy"
+        tokens = folder / f"tokens{rank}-of-{world_size}.npy"
         np.save(tokens, np.arange(100_000, dtype=np.uint8))
         self.batches = Batches(tokens, rank, world_size, config.batch_size, config.seq_len, seed=0)
         torch.manual_seed(rank)
@@ -62,7 +66,7 @@ class Rank:
         """Makes it the state after that iteration."""
         for key, tensor in self.tensors().items():
             tensor.copy_(expected(key, tuple(tensor.shape), iteration))
-        self.batches.position = iteration
+        self.batches.position = iteration * self.world_size * self.batches.batch_size
         self.state.capture()
 
     def tensors(self) -> dict[str, Tensor]:
@@ -110,23 +114,33 @@ def same(tensor: Tensor, other: Tensor) -> bool:
 
 def save(rank: int, world_size: int, folder: str, iterations: tuple[int, ...], keep: int = 9) -> list[str]:
     """Writes the checkpoints of these iterations; what went wrong with each."""
-    me, root = Rank(rank, world_size, Path(folder)), Path(folder) / "tier"
-    root.mkdir(exist_ok=True)
-    path = Path(folder) / f"slot{rank}"
-    store = NodeStore.create(Path(folder) / f"writer{rank}", "run", rank, me.topology)
-    store.write_manifest(rank, json.dumps(me.state.manifest()))
-    slot = Slot(path, rank, Layout(me.state.num_bytes, 65536, me.state.digest))
-    work = WriterTask(
-        run_id="run", attempt=0, rank=rank, num_nodes=world_size, ranks_per_node=1, model=MODEL, root=root,
-        layout=store.manifest_path(rank), keep=keep, timeout_s=20.0,
-    )  # fmt: skip
-    failures = []
+    me = Rank(rank, world_size, Path(folder))
+    write, failures = writer(me, keep), []
     for iteration in iterations:
         me.fill(iteration)
-        stage(me, slot, iteration)
-        failures.append(write_checkpoint(work, Order(iteration=iteration, slot=path)).failure)
+        failures.append(write(iteration))
         dist.barrier()
     return failures
+
+
+def writer(me: Rank, keep: int = 9) -> Callable[[int], str]:
+    """What writes the present state as the checkpoint of an iteration, and returns what went wrong."""
+    root = me.folder / "tier"
+    root.mkdir(exist_ok=True)
+    path = me.folder / f"slot{me.rank}"
+    store = NodeStore.create(me.folder / f"writer{me.rank}", "run", me.rank, me.topology)
+    store.write_manifest(me.rank, json.dumps(me.state.manifest()))
+    slot = Slot(path, me.rank, Layout(me.state.num_bytes, 65536, me.state.digest))
+    work = WriterTask(
+        run_id="run", attempt=0, rank=me.rank, num_nodes=me.world_size, ranks_per_node=1, model=MODEL, root=root,
+        layout=store.manifest_path(me.rank), keep=keep, timeout_s=20.0,
+    )  # fmt: skip
+
+    def write(iteration: int) -> str:
+        stage(me, slot, iteration)
+        return write_checkpoint(work, Order(iteration=iteration, slot=path)).failure
+
+    return write
 
 
 def stage(me: Rank, slot: Slot, iteration: int) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,38 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from capricorn.errors import ConfigError
+from capricorn.errors import StateChangedError, StateError
 from capricorn.runtime.save.staging import CpuStager, payload_of
 from capricorn.runtime.store.slot import Layout, Slot, checksum
-from capricorn.systems.flat_state import ALIGNMENT, FlatState
-
-DTYPES = [
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float64,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.int64,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-]
-
-
-def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    """A tensor whose bytes are random, so that NaNs, infinities and denormals occur."""
-    generator = torch.Generator().manual_seed(seed)
-    numel = int(torch.tensor(shape).prod()) if shape else 1
-    size = torch.empty(0, dtype=dtype).element_size()
-    high = 2 if dtype == torch.bool else 256
-    raw = torch.randint(0, high, (numel * size,), dtype=torch.uint8, generator=generator)
-    return raw.view(dtype).view(shape)
-
-
-def bits(tensor: Tensor) -> bytes:
-    flat = tensor.detach().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+from capricorn.systems.flat_state import FlatState
+from capricorn.systems.small_values import ALIGNMENT
+from capricorn.systems.tensor_bytes import DTYPES
+from tests.support.states import SHAPES, bits, fingerprint, random_bits
 
 
 def stage(state: FlatState, folder: Path, block_bytes: int = 4096) -> Slot:
@@ -54,11 +31,10 @@ def stage(state: FlatState, folder: Path, block_bytes: int = 4096) -> Slot:
     return slot
 
 
-SHAPES = st.lists(st.sampled_from([0, 1, 2, 3, 7, 64, 129]), max_size=3).map(tuple)
-
-
 @settings(max_examples=60, deadline=None)
-@given(tensors=st.lists(st.tuples(SHAPES, st.sampled_from(DTYPES), st.booleans()), min_size=1, max_size=8))
+@given(
+    tensors=st.lists(st.tuples(SHAPES, st.sampled_from(list(DTYPES.values())), st.booleans()), min_size=1, max_size=8)
+)
 def test_any_mixture_of_tensors_comes_back_bit_for_bit(
     tmp_path_factory: pytest.TempPathFactory, tensors: list[tuple[tuple[int, ...], torch.dtype, bool]]
 ) -> None:
@@ -94,7 +70,7 @@ def test_tied_weights_are_stored_once_and_named_in_the_manifest() -> None:
 
 def test_tensors_that_share_a_part_of_their_memory_are_refused() -> None:
     whole = torch.zeros(16)
-    with pytest.raises(ConfigError, match="share part"):
+    with pytest.raises(StateError, match="share part"):
         FlatState({"a": whole[:10], "b": whole[8:]})
 
 
@@ -102,9 +78,9 @@ def test_a_tensor_that_is_more_than_its_bytes_is_refused() -> None:
     class Quantised(Tensor):
         pass
 
-    with pytest.raises(ConfigError, match="Quantised"):
+    with pytest.raises(StateError, match="Quantised"):
         FlatState({"q": torch.zeros(4).as_subclass(Quantised)})
-    with pytest.raises(ConfigError, match="sparse"):
+    with pytest.raises(StateError, match="sparse"):
         FlatState({"s": torch.zeros(4, 4).to_sparse()})
 
 
@@ -127,6 +103,12 @@ def test_entries_start_at_cache_lines_and_do_not_overlap() -> None:
 
 def test_the_digest_tells_layouts_apart() -> None:
     base = FlatState({"a": torch.zeros(4), "b": torch.zeros(4)}).digest
+    with_values = FlatState({"a": torch.zeros(4), "b": torch.zeros(4)}, capture=dict).digest
+    assert with_values != base
+    assert (
+        FlatState({"a": torch.zeros(4), "b": torch.zeros(4)}, capture=lambda: [1], value_bytes=999).digest
+        == with_values
+    )
     assert FlatState({"a": torch.ones(4), "b": torch.ones(4)}).digest == base
     assert FlatState({"b": torch.zeros(4), "a": torch.zeros(4)}).digest != base
     assert FlatState({"a": torch.zeros(4), "b": torch.zeros(4, dtype=torch.int32)}).digest != base
@@ -147,3 +129,191 @@ def test_small_values_are_those_of_the_last_capture_not_of_the_copy(tmp_path: Pa
     state.load(payload_of(slot))
     state.publish()
     assert restored == {"position": 7}
+
+
+# --- live tensors that are others than before ---------------------------------------------------------------------
+
+
+MOVES: dict[str, Callable[[Tensor], Any]] = {
+    "data": lambda p: setattr(p, "data", torch.full((4, 3), 2.0)),
+    "set": lambda p: p.detach_().set_(torch.full((4, 3), 2.0)),
+    "strides": lambda p: setattr(p, "data", torch.full((3, 4), 2.0).t()),
+    "swap": lambda p: torch.utils.swap_tensors(p, torch.nn.Parameter(torch.full((4, 3), 2.0))),
+    "offset": lambda p: setattr(p, "data", torch.full((5, 3), 2.0)[1:]),
+}
+
+
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES.keys())
+def test_a_tensor_that_moves_is_followed_to_where_it_is(tmp_path: Path, move: Callable[[Tensor], Any]) -> None:
+    p, other = torch.nn.Parameter(torch.zeros(4, 3)), torch.ones(5)
+    state = FlatState({"p": p, "other": other})
+    slot = Slot(tmp_path / "slot", 0, Layout(state.num_bytes, 4096, state.digest))
+    stager = CpuStager(state, [slot])
+    move(p)
+    state.capture()
+    list(stager.copy(slot))
+    with torch.no_grad():
+        p.fill_(0), other.fill_(0)
+    state.load(payload_of(slot))
+    assert bits(p) == bits(torch.full((4, 3), 2.0))
+    assert bits(other) == bits(torch.ones(5))
+
+
+def test_nothing_is_made_anew_while_nothing_moves() -> None:
+    p = torch.nn.Parameter(torch.zeros(3))
+    state = FlatState({"p": p})
+    before = state.version, state.runs
+    for _ in range(3):
+        p.data.add_(1)
+        state.capture()
+    assert (state.version, state.runs) == before
+    assert state.runs is before[1]
+
+
+def test_a_mapping_or_function_that_yields_other_tensors_is_followed() -> None:
+    live = {"p": torch.zeros(3)}
+    for state in (FlatState(live), FlatState(lambda: live)):
+        live["p"] = torch.ones(3)
+        state.capture()
+        assert state.tensors["p"].data_ptr() == live["p"].data_ptr()
+
+
+def test_the_order_in_which_tensors_are_looked_up_later_does_not_matter() -> None:
+    live = {"p": torch.zeros(3), "q": torch.ones(5)}
+    state = FlatState(live)
+    before = state.entries, state.digest
+    live["p"] = live.pop("p") + 1
+    state.capture()
+    assert (state.entries, state.digest) == before
+    assert state.tensors["p"].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_restore_goes_where_the_tensors_are_now() -> None:
+    p = torch.nn.Parameter(torch.zeros(3))
+    state = FlatState({"p": p})
+    p.data = torch.ones(3)
+    state.load(torch.zeros(state.num_bytes, dtype=torch.uint8))
+    assert p.tolist() == [0.0, 0.0, 0.0]
+
+
+CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "shape": (lambda live: setattr(live["p"], "data", torch.zeros(4)), r"p was float32 \[3\] .*, and is float32 \[4\]"),
+    "resized": (lambda live: live["p"].resize_(2), r"p was float32 \[3\] .*, and is float32 \[2\]"),
+    "dtype": (lambda live: setattr(live["p"], "data", torch.zeros(3).double()), r"p was .*, and is float64 \[3\]"),
+    "view": (
+        lambda live: setattr(live["p"], "data", live["p"].data.view(torch.int32)),
+        r"p was .*, and is int32 \[3\]",
+    ),
+    "freed": (lambda live: live["p"].untyped_storage().resize_(0), "p has no memory"),
+    "expanded": (lambda live: setattr(live["p"], "data", torch.zeros(1).expand(3)), "p is expanded"),
+    "conjugated": (lambda live: setattr(live["c"], "data", live["c"].data.conj()), "c is a conjugated"),
+    "meta": (lambda live: live.update(p=torch.zeros(3, device="meta")), "p is a meta"),
+    "untied": (lambda live: live.update(tied=torch.zeros(3)), r"tied was another name of p .*, and is float32 \[3\]"),
+    "tied": (lambda live: live.update(q=live["p"]), r"q was float32 \[3\] .*, and is another name of p"),
+    "overlapping": (lambda live: live.update(q=live["p"].view(3, 1)), "share"),
+    "gone": (lambda live: live.pop("q"), r"q was float32 \[3\] .*, and is not there"),
+    "new": (lambda live: live.update(z=torch.zeros(1)), r"z was not there .*, and is float32 \[1\]"),
+    "no tensor": (lambda live: live.update(q=None), "q is of type NoneType"),
+}
+
+
+@pytest.mark.parametrize(("change", "says"), CHANGES.values(), ids=CHANGES.keys())
+def test_a_tensor_that_is_another_ends_the_save_and_is_named(
+    change: Callable[[dict[str, Any]], Any], says: str
+) -> None:
+    p = torch.zeros(3)
+    live: dict[str, Any] = {"p": p, "q": torch.zeros(3), "c": torch.zeros(3, dtype=torch.complex64), "tied": p}
+    state = FlatState(live, capture=lambda: {"captured": True})
+    change(live)
+    with pytest.raises(StateChangedError, match=says) as caught:
+        state.capture()
+    assert "\n" not in str(caught.value)
+
+
+# --- small values -------------------------------------------------------------------------------------------------
+
+
+def test_small_values_may_change_type_size_and_keys_from_save_to_save() -> None:
+    now: list[Any] = [{"scale": torch.tensor(65536)}]
+    got: list[Any] = []
+    state = FlatState({"w": torch.zeros(4)}, capture=lambda: now[0], publish=got.append)
+    for values in (
+        {"scale": torch.tensor(0.5)},
+        {"scale": 0.5, "epoch": None},
+        {},
+        [1, (2,)],
+        {"list": list(range(99))},
+    ):
+        now[0] = values
+        state.capture()
+        state.publish()
+        assert got.pop() == values
+
+
+def test_small_values_are_kept_as_they_were_at_the_save() -> None:
+    history = [1]
+    state = FlatState({}, capture=lambda: {"history": history})
+    history.append(2)
+    assert state.values() == {"history": [1]}
+
+
+def test_small_values_that_outgrow_their_room_are_named_and_the_last_ones_stay() -> None:
+    history: list[int] = []
+    state = FlatState({"w": torch.zeros(4)}, capture=lambda: {"epoch": 3, "history": history})
+    history += range(3000)
+    with pytest.raises(
+        StateError, match=r"which grew: capture\(\)\['history'\] from \d+ to \d+ bytes; .*value_bytes="
+    ) as caught:
+        state.capture()
+    assert "epoch" not in str(caught.value)
+    assert state.values() == {"epoch": 3, "history": []}
+    assert FlatState({}, capture=lambda: {"history": history}, value_bytes=100_000).values() == {"history": history}
+
+
+def test_room_that_was_asked_for_and_is_too_small_is_refused_at_once() -> None:
+    with pytest.raises(StateError, match="value_bytes"):
+        FlatState({}, capture=lambda: list(range(1000)), value_bytes=64)
+
+
+def test_what_is_no_tensor_among_the_tensors_is_named_with_what_to_do() -> None:
+    for value in (3, None, [torch.ones(1)], 0.5):
+        with pytest.raises(StateError, match=r"n_iter/w is of type .*let `capture` yield it"):
+            FlatState({"w": torch.zeros(4), "n_iter/w": value})  # type: ignore[dict-item]
+
+
+def test_all_that_an_optimizer_keeps_besides_tensors_comes_back_by_capture() -> None:
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.LBFGS(model.parameters())
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(3)).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    state = FlatState(
+        {f"param/{name}": param for name, param in model.named_parameters()},
+        capture=optimizer.state_dict,
+        publish=optimizer.load_state_dict,
+    )
+    before = fingerprint(optimizer.state_dict())
+    optimizer.state.clear()
+    state.publish()
+    assert fingerprint(optimizer.state_dict()) == before
+
+
+# --- names --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["value/rng", "rank0/value/rng", "rank12/value/x", "\ud800", 3, b"w", ("a", 1)])
+def test_a_name_that_is_not_a_tensors_own_is_refused(name: Any) -> None:
+    with pytest.raises(StateError, match="name"):
+        FlatState({name: torch.ones(3)}, capture=lambda: {"rng": torch.ones(3)})
+
+
+def test_an_alias_that_is_another_tensor_is_refused() -> None:
+    w, other = torch.ones(3), torch.ones(3)
+    with pytest.raises(StateError, match="head is a tensor, and among the aliases another name of w"):
+        FlatState({"w": w, "head": other}, aliases={"head": "w"})
+    assert FlatState({"w": w, "head": w}, aliases={"head": "w"}).aliases == {"head": "w"}

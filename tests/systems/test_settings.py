@@ -60,7 +60,7 @@ def test_on_an_emulated_cluster_a_system_has_defaults_of_its_own() -> None:
 
 def test_another_system_takes_the_options_that_it_has_and_drops_the_rest() -> None:
     scenario = override(under("torchsnapshot", keep=5, budget_bytes=100), ["system.name=dcp"])
-    assert scenario.system.options == {"medium": "disk", "fsync": False, "keep": 5, "mode": "thread", "threads": 1}
+    assert scenario.system.options == {"medium": "disk", "fsync": False, "keep": 5, "threads": 1}
     assert override(scenario, ["system.name=capricorn"]).system.options == {}
 
 

@@ -6,6 +6,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -161,6 +162,43 @@ def test_a_cache_that_cannot_be_written_is_said_in_one_line(corpus: Path, tmp_pa
         prepare(DataConfig(path=str(corpus)), 256, tmp_path / "file")
 
 
+@pytest.mark.parametrize(
+    ("cache", "home", "found"),
+    [
+        ("/a", "/b", "/a/capricorn-bench"),
+        ("", "/b", "/b/.cache/capricorn-bench"),
+        ("relative", "/b", "/b/.cache/capricorn-bench"),
+        ("", "", "/of/user/.cache/capricorn-bench"),
+        (None, None, "/of/user/.cache/capricorn-bench"),
+        (None, "relative", "/of/user/.cache/capricorn-bench"),
+    ],
+)
+def test_the_cache_is_that_of_the_user_whatever_the_environment_lacks(
+    monkeypatch: pytest.MonkeyPatch, cache: str | None, home: str | None, found: str
+) -> None:
+    _set(monkeypatch, XDG_CACHE_HOME=cache, HOME=home)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: SimpleNamespace(pw_dir="/of/user"))
+    assert str(data._default_cache_dir()) == found
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(uid: int) -> None:
+        raise KeyError(uid)
+
+    _set(monkeypatch, XDG_CACHE_HOME=None, HOME=None)
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    with pytest.raises(ConfigError, match=r"^user \d+ has no home for the token cache; set XDG_CACHE_HOME$"):
+        data._default_cache_dir()
+
+
+def _set(monkeypatch: pytest.MonkeyPatch, **environment: str | None) -> None:
+    for name, value in environment.items():
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+
+
 def test_targets_are_the_tokens_one_further_on(tmp_path: Path) -> None:
     tokens, targets = Batches(counting(tmp_path, 1000), 0, 2, 4, 16, seed=0).next()
     assert tokens.shape == targets.shape == (4, 16)
@@ -200,13 +238,36 @@ def test_every_epoch_deals_out_each_window_once(
 def test_a_batch_follows_from_its_position_alone(tmp_path: Path) -> None:
     path = counting(tmp_path, 2000)
     read = Batches(path, 1, 2, 4, 16, seed=3)
-    batches = [read.next() for _ in range(40)]  # 31 windows a rank and epoch: batches straddle epochs
-    assert read.position == 40
-    for position in (39, 0, 15, 7):
+    batches = [read.next() for _ in range(40)]  # 124 windows: batches straddle epochs
+    assert read.position == 40 * 8
+    for index in (39, 0, 15, 7):
         resumed = Batches(path, 1, 2, 4, 16, seed=3)
-        resumed.position = position
-        assert np.array_equal(resumed.next(), batches[position])
-        assert resumed.position == position + 1
+        resumed.position = index * 8
+        assert np.array_equal(resumed.next(), batches[index])
+        assert resumed.position == (index + 1) * 8
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    jobs=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(0, 4)), min_size=1, max_size=5),
+    num_windows=st.integers(1, 40),
+    seed=st.integers(0, 2**40),
+)
+def test_jobs_of_any_shapes_that_go_on_from_each_other_read_the_sequences_of_one(
+    tmp_path_factory: pytest.TempPathFactory, jobs: list[tuple[int, int, int]], num_windows: int, seed: int
+) -> None:
+    path, dealt, position = counting(tmp_path_factory.mktemp("tokens"), num_windows * 8 + 1), list[int](), 0
+    for world_size, batch_size, num_iterations in jobs:
+        ranks = [Batches(path, rank, world_size, batch_size, 8, seed) for rank in range(world_size)]
+        for rank in ranks:
+            rank.position = position
+        for _ in range(num_iterations):
+            for rank in ranks:
+                dealt += (rank.next()[0][:, 0] // 8).tolist()
+        assert len({rank.position for rank in ranks}) == 1
+        position = ranks[0].position
+    alone = Batches(path, 0, 1, 1, 8, seed)
+    assert dealt == [int(alone.next()[0][0, 0]) // 8 for _ in range(position)]
 
 
 def test_the_order_changes_with_seed_and_epoch(tmp_path: Path) -> None:
@@ -214,7 +275,7 @@ def test_the_order_changes_with_seed_and_epoch(tmp_path: Path) -> None:
 
     def epoch(seed: int, number: int) -> list[int]:
         batches = Batches(path, 0, 1, 64, 16, seed)
-        batches.position = number
+        batches.position = number * 64
         return batches.next()[0][:, 0].tolist()
 
     orders = [epoch(0, 0), epoch(0, 1), epoch(1, 0), list(range(0, 1024, 16))]

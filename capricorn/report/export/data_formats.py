@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from capricorn.compare.comparison import Comparison, ComparisonRow
 from capricorn.compare.paired_ratio import Interval
 from capricorn.errors import ConfigError
+from capricorn.records import strict_json
 from capricorn.report.text import title
 
 
@@ -72,4 +72,4 @@ def as_csv(comparisons: Sequence[Comparison]) -> str:
 def as_json(comparisons: Sequence[Comparison]) -> str:
     """Returns one object: `{"comparisons": [...]}`, each as `Comparison` has it."""
     whole: dict[str, Any] = {"comparisons": [comparison.model_dump(mode="json") for comparison in comparisons]}
-    return json.dumps(whole, indent=2) + "\n"
+    return strict_json.as_json(whole, indent=2) + "\n"

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 
 from capricorn.compare.comparison import Comparison
+from capricorn.records.strict_json import as_json
 from capricorn.report.export.markdown import escaped
 from capricorn.report.figures.style import PNG, SVG, Picture, encode
 from capricorn.report.text import slugs
@@ -25,7 +26,7 @@ def figure_files(
             files |= made
             entries.append((comparison, picture, list(made)))
     index = [_entry(*entry) for entry in entries]
-    files[INDEX] = (json.dumps({"figures": index, "page": PAGE}, indent=2) + "\n").encode()
+    files[INDEX] = (as_json({"figures": index, "page": PAGE}, indent=2) + "\n").encode()
     files[PAGE] = "\n".join(["# Figures\n", *(_section(*entry) for entry in entries)]).encode()
     return files
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO
 
 from capricorn.errors import ConfigError
+from capricorn.files import named
 
 
 class Outputs:
@@ -34,13 +35,11 @@ class Outputs:
         if place.exists() and not place.is_file():
             raise ConfigError(f"{path} is {'a folder' if place.is_dir() else 'no file'}: name a file to write")
         temporary = place.with_name(f".{place.name}.{os.getpid()}.tmp")
-        try:
+        with named(f"write {path}"):
             self._make(place.parent)
             with temporary.open("xb") as file:
                 self._written[place] = temporary
                 yield file
-        except OSError as error:
-            raise ConfigError(f"cannot write {path}: {error.strerror or error}") from None
 
     def write(self, path: Path, data: bytes) -> None:
         """Writes a file with that content.
@@ -58,10 +57,8 @@ class Outputs:
             ConfigError: that is not possible.
         """
         for place, temporary in list(self._written.items()):
-            try:
+            with named(f"write {place}"):
                 temporary.replace(place)
-            except OSError as error:
-                raise ConfigError(f"cannot write {place}: {error.strerror}") from None
             del self._written[place]
         self._made.clear()
 
@@ -85,10 +82,8 @@ def read_whole(path: Path) -> str:
     Raises:
         ConfigError: it cannot be read.
     """
-    try:
+    with named(f"read {path}"):
         return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
 
 
 @contextmanager

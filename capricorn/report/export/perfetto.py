@@ -6,13 +6,13 @@ Source: Trace Event Format, complete (X) and metadata (M) events.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeAlias
 
 from capricorn.records.samples import ITERATIONS, OPS, IterationSample, OpSample, RunRecord, read_samples
+from capricorn.records.strict_json import as_json
 from capricorn.stats.lanes import LANES, is_chunk, lane_of, name_of, timelines
 from capricorn.units import Seconds
 
@@ -81,7 +81,7 @@ def write_trace(file: IO[bytes], runs: Sequence[TracedRun]) -> None:
     file.write(b'{"displayTimeUnit": "ms", "traceEvents": [')
     separator = b"\n"
     for event in trace_events(runs):
-        file.write(separator + json.dumps(event).encode())
+        file.write(separator + as_json(event).encode())
         separator = b",\n"
     file.write(b"\n]}\n")
 

@@ -23,6 +23,8 @@ def run_table(record: RunRecord, recoveries: Sequence[RecoverySample] = ()) -> R
     for number, recovery in enumerate(recoveries, 1):
         table.add_row(f"recovery {number}", _recovery(recovery))
     table.add_row("verdict", _verdict(record.verdict))
+    for note in notes_of(record):
+        table.add_row("note", note)
     return Group(Text(f"{describe(record.config)}, {record.mode}", style="bold"), table)
 
 
@@ -36,6 +38,12 @@ def repeats_table(records: Sequence[RunRecord]) -> Table:
             f"{s['effective']}/{s['requested']}", format_figure(s["tokens_per_s"], ",.0f"), _verdict(record.verdict),
         )  # fmt: skip
     return table
+
+
+def notes_of(record: RunRecord) -> Sequence[str]:
+    """Returns what is to be known of a run beside its verdict; nothing for records older than notes."""
+    notes: Sequence[str] = record.summary.get("notes", ())
+    return notes
 
 
 def _result_rows(record: RunRecord) -> list[tuple[str, str]]:

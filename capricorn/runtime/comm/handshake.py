@@ -19,7 +19,7 @@ from capricorn.units import Seconds
 HANDSHAKE_TIMEOUT_S: Final[Seconds] = 5.0
 """Deadline of the whole handshake, even if bytes trickle in."""
 _MAGIC = b"CPRN"
-_VERSION = 1
+_VERSION = 2
 _NONCE = 16
 _MAC = hashlib.sha256().digest_size
 _HELLO = struct.Struct(f"<4sHIII32s{_NONCE}s")

@@ -9,12 +9,13 @@ import contextlib
 import hmac
 import socket
 import struct
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 
+from capricorn.runtime.comm.addresses import family_of
+from capricorn.runtime.watched_thread import WatchedThread
 from capricorn.units import Seconds
 
 _TOKEN_BYTES = 8
@@ -48,7 +49,7 @@ class IdleSignals:
             world_size: number of ranks.
         """
         self._rank, self._secret, self._world_size = rank, secret, world_size
-        self._sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._sock = socket.socket(family_of(address), socket.SOCK_DGRAM)
         self._sock.bind((address, 0))
         self._owners: Mapping[int, tuple[str, int]] = {}
         self._first: tuple[str, int] | None = None
@@ -58,7 +59,7 @@ class IdleSignals:
         self._answers: deque[tuple[Seconds, Seconds, Seconds]] = deque(maxlen=REMEMBERED)
         """Each: how long it took, what it says is to be added here, and when it came."""
         self._is_closed = False
-        self._thread = threading.Thread(target=self._hear, name="capricorn-hear", daemon=True)
+        self._thread = WatchedThread(target=self._hear, name="capricorn-hear", daemon=True)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -84,6 +85,14 @@ class IdleSignals:
         self._first = addresses[0] if self._rank else None
         self._holders, self._on_idle = holders, on_idle
         self._thread.start()
+
+    def check(self) -> None:
+        """Tells whether anything is still heard; else idle spans of holders would be waited for in vain.
+
+        Raises:
+            CapricornError: the thread that hears has ended, and why.
+        """
+        self._thread.check()
 
     def tell(self, number: int) -> None:
         """Tells the owners that idle span `number` has begun here."""

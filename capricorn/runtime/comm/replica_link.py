@@ -14,11 +14,14 @@ import termios
 from collections.abc import Iterator
 from typing import Protocol
 
+from capricorn.config.endpoint import Endpoint
 from capricorn.errors import TransportError
+from capricorn.runtime.comm.addresses import family_of
 from capricorn.runtime.comm.handshake import HANDSHAKE_TIMEOUT_S, Identity, greet
 from capricorn.runtime.comm.wire import (
     FRAME_BYTES,
     LOW_CLASS_TOS,
+    TRAFFIC_CLASS,
     Frame,
     FrameKind,
     receive,
@@ -89,15 +92,15 @@ class ReplicaLink:
         self._manifest = manifest.encode()
         self._open()
 
-    def begin(self, iteration: int, keep: int) -> None:
-        """Starts a replica of `iteration`; the holder keeps `keep`. Opens the link again if it had broken.
+    def begin(self, iteration: int, keep: int | None) -> None:
+        """Starts a replica of `iteration`; the holder keeps `keep`, if any. Opens the link again if it had broken.
 
         Raises:
             TransportError: the holder cannot be reached or refuses us.
         """
         if self._sock is None:
             self._open()
-        self._send(Frame(FrameKind.BEGIN, iteration, size=keep))
+        self._send(Frame.begin(iteration, keep))
 
     def send_range(self, iteration: int, source: Source, start: int, stop: int) -> None:
         """Sends a range of a shard; returns when the kernel has taken it, which is not yet delivery.
@@ -165,14 +168,14 @@ class ReplicaLink:
             self._sock = None
 
     def _open(self) -> None:
-        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        sock = socket.socket(family_of(self._address[0]), socket.SOCK_STREAM)
         try:
             if self._route is None:
                 # With a route what is not sent yet waits there, and a small buffer on loopback waits for late ACKs.
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._send_buffer_bytes)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._low_class:
-                sock.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, LOW_CLASS_TOS)
+                sock.setsockopt(*TRAFFIC_CLASS[sock.family], LOW_CLASS_TOS)
             set_deadline(sock, HANDSHAKE_TIMEOUT_S)
             sock.connect(self._address)
             greet(sock, self._me, self._owner, self.holder)
@@ -180,7 +183,7 @@ class ReplicaLink:
             send(sock, Frame(FrameKind.MANIFEST, size=len(self._manifest)).pack(), self._manifest)
         except (OSError, TransportError) as error:
             sock.close()
-            where = "{}:{}".format(*self._address)
+            where = Endpoint(*self._address)
             raise TransportError(f"rank {self._owner} cannot link to rank {self.holder} at {where}: {error}") from None
         self._sock = sock
 

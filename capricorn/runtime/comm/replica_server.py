@@ -9,11 +9,13 @@ import contextlib
 import json
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 from typing import Final, NamedTuple
 
-from capricorn.errors import CapricornError, TransportError
+from capricorn.errors import TransportError, in_words
+from capricorn.runtime.comm.addresses import family_of
 from capricorn.runtime.comm.handshake import HANDSHAKE_TIMEOUT_S, Identity, welcome
 from capricorn.runtime.comm.idle_priority import use_idle_priority
 from capricorn.runtime.comm.replica_link import receive_copy, send_block
@@ -29,13 +31,18 @@ from capricorn.runtime.comm.wire import (
     shut,
     wake,
 )
+from capricorn.runtime.deadline import Deadline
 from capricorn.runtime.store.node_store import NodeStore
 from capricorn.runtime.store.slot import Layout
+from capricorn.runtime.watched_thread import WatchedThread
 from capricorn.systems.interface import PacedRoute
+from capricorn.systems.iteration_order import MAX_ITERATION
 from capricorn.units import Seconds
 
 MAX_UNAUTHENTICATED: Final = 64
 """Unauthenticated connections at once; the oldest is dropped first, since an owner proves itself at once."""
+MAX_FAILURES: Final = 100
+"""Failures that are remembered until they are taken."""
 BREATH_S: Final[Seconds] = 0.02
 """Time between two attempts to accept while this process has no descriptor left."""
 
@@ -80,10 +87,11 @@ class ReplicaServer:
         self._turns: dict[int, threading.Lock] = {}
         self._pending: dict[socket.socket, threading.Thread] = {}
         self._numbers = count()
+        self._failures: deque[str] = deque(maxlen=MAX_FAILURES)
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._listener = socket.create_server((address, 0), backlog=256)
-        self._acceptor = threading.Thread(target=self._accept, name="capricorn-accept", daemon=True)
+        self._listener = socket.create_server((address, 0), family=family_of(address), backlog=256)
+        self._acceptor = WatchedThread(target=self._accept, name="capricorn-accept", daemon=True)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -96,6 +104,18 @@ class ReplicaServer:
         self._turns = {owner: threading.Lock() for owner in layouts}
         self._acceptor.start()
 
+    def check(self) -> None:
+        """Tells whether owners are still accepted.
+
+        Raises:
+            CapricornError: the thread that accepts them has ended, and why.
+        """
+        self._acceptor.check()
+
+    def take_failures(self) -> list[str]:
+        """Returns in words the replicas that failed here since the last call, for a reason that no owner can know."""
+        return [self._failures.popleft() for _ in range(len(self._failures))]
+
     def close(self) -> None:
         """Ends all threads and connections."""
         with self._lock:
@@ -104,9 +124,10 @@ class ReplicaServer:
             threads = [*self._pending.values(), *(served.thread for served in self._served.values())]
         for sock in [self._listener, *sockets]:
             wake(sock)
+        deadline = Deadline(HANDSHAKE_TIMEOUT_S)
         for thread in [self._acceptor, *threads]:
             if thread.ident is not None:
-                thread.join(timeout=HANDSHAKE_TIMEOUT_S)
+                thread.join(deadline.left_s)
         self._listener.close()
 
     def _accept(self) -> None:
@@ -142,18 +163,22 @@ class ReplicaServer:
                 del self._pending[sock]
 
     def _serve(self, sock: socket.socket, number: int) -> None:
-        if self._has_idle_priority:
-            use_idle_priority()
+        owner: int | None = None
         try:
+            if self._has_idle_priority:
+                use_idle_priority()
             set_deadline(sock, HANDSHAKE_TIMEOUT_S)
             owner = welcome(sock, self._me, self._rank, self._layouts)
             with self._turn(owner, _Served(number, sock, threading.current_thread())):
                 set_deadline(sock, self._timeout_s)
                 layout, route = self._layouts[owner], self._routes.get(owner)
                 _Session(sock, self._store, owner, layout, self._me.attempt, route).run()
-        except (CapricornError, OSError):
+        except (TransportError, OSError):
             # The owner sees its link end, counts the save as failed and says so; an unauthenticated one just ends.
             return
+        except BaseException as error:  # noqa: BLE001 - whatever it is, this rank alone knows why
+            who = "a connection" if owner is None else f"the replica of rank {owner}"
+            self._failures.append(f"{who} failed on rank {self._rank}: {in_words(error)}")
         finally:
             shut(sock)
             with self._lock:
@@ -246,7 +271,9 @@ class _Session:
         self._store.write_manifest(self._owner, manifest)
 
     def _receive_replica(self, frame: Frame) -> None:
-        slot = self._store.begin(self._owner, frame.iteration, frame.size, self._attempt)
+        if frame.iteration > MAX_ITERATION:
+            raise TransportError(f"a replica of iteration {frame.iteration} is refused: there is no such iteration")
+        slot = self._store.begin(self._owner, frame.iteration, frame.keep, self._attempt)
         intact = receive_copy(self._sock, frame.iteration, slot)
         if intact:
             self._store.commit(slot)

@@ -22,6 +22,10 @@ from capricorn.units import Bytes, Seconds
 
 LOW_CLASS_TOS: Final = 0x20
 """DSCP CS1, the scavenger class. Source: RFC 3662, RFC 8622."""
+TRAFFIC_CLASS: Final = {
+    socket.AF_INET: (socket.IPPROTO_IP, socket.IP_TOS), socket.AF_INET6: (socket.IPPROTO_IPV6, socket.IPV6_TCLASS),
+}  # fmt: skip
+"""By family of the address: the socket option that marks packets with a traffic class."""
 MANIFEST_LIMIT: Final = 64 << 20
 PIECE_BYTES: Final = 256 << 10
 """Bytes received and hashed at a time; they fit the second-level cache of a core."""
@@ -34,7 +38,7 @@ class FrameKind(IntEnum):
     """The kind of a frame, which says what its fields mean."""
 
     MANIFEST = 1  # size: bytes of JSON that follow
-    BEGIN = 2  # iteration; size: newest complete iteration, to be kept
+    BEGIN = 2  # iteration; size: 1 + newest complete iteration, which is to be kept, or 0 if there is none
     BLOCK = 3  # index, size and checksum of the payload that follows
     COMMIT = 4  # iteration: all blocks were sent; answered by DONE or FAILED
     FETCH = 5  # iteration: send me my copy of it; answered by blocks and COMMIT, or FAILED
@@ -51,6 +55,16 @@ class Frame:
     index: int = 0
     size: Bytes = 0
     checksum: int = 0
+
+    @classmethod
+    def begin(cls, iteration: int, keep: int | None) -> Frame:
+        """Returns the message that a replica of `iteration` follows, and which one is to be kept, if there is one."""
+        return cls(FrameKind.BEGIN, iteration, size=0 if keep is None else 1 + keep)
+
+    @property
+    def keep(self) -> int | None:
+        """The iteration that a BEGIN asks to keep."""
+        return self.size - 1 if self.size else None
 
     def pack(self) -> bytes:
         fields = _FRAME.pack(self.kind, self.index, self.iteration, self.size, self.checksum)
@@ -75,8 +89,8 @@ class Frame:
 
 def set_deadline(sock: socket.socket, timeout_s: Seconds) -> None:
     """Bounds every later send and receive of a blocking socket, in the kernel, without a poll before each call."""
-    whole = int(timeout_s)
-    value = struct.pack("ll", whole, int((timeout_s - whole) * 1e6))
+    whole, part_us = divmod(max(1, round(timeout_s * 1e6)), 1_000_000)  # 0 would be without end
+    value = struct.pack("ll", whole, part_us)
     sock.settimeout(None)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)

@@ -5,6 +5,7 @@ Everything is told without torch and without unpickling anything; what is verifi
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import re
@@ -18,6 +19,7 @@ from pydantic import Field, ValidationError
 
 from capricorn.config.fields import FrozenModel
 from capricorn.errors import ConfigError, StoreError
+from capricorn.files import open_file, read_bytes
 from capricorn.runtime.store.slot import checksum
 from capricorn.units import Bytes
 
@@ -25,8 +27,9 @@ MANIFEST: Final = "capricorn.json"
 METADATA: Final = ".metadata"
 """The library's own table of contents, which we write for its readers and never read."""
 FORMAT: Final = 1
-VALUE: Final = "value/"
-"""Prefix of the names of small values, which every rank has; in a checkpoint they lie under `rank<r>/value/`."""
+VALUE: Final = re.compile(r"rank(\d+)/value/(.+)", re.DOTALL)
+"""The key of a tensor among the small values of a rank; under the name `small_values.TREE` lies what else there is of
+them, as JSON. Checkpoints of version 0.2 have none of that: their small values are a table of tensors by name."""
 _PREFIX, _TEMPORARY, _REMOVED = "iteration-", ".tmp-", ".removed-"
 _NAME = re.compile(_PREFIX + r"\d{8,}")
 
@@ -75,34 +78,52 @@ class Manifest(FrozenModel):
     """Size of each file but this one."""
     metadata_xxh3: str
     seal: str = ""
-    """Checksum of all of the above."""
+    """Checksum of the file as it is written, with nothing in this place; so it depends on no version's fields."""
 
     def write(self, folder: Path) -> None:
         """Puts the manifest into the folder, and returns when it is on the medium."""
-        whole = self.model_copy(update={"seal": hash_of(self._unsealed())})
-        write_durably(folder / MANIFEST, whole.model_dump_json().encode())
+        unsealed = self.model_copy(update={"seal": ""}).model_dump_json().encode()
+        write_durably(folder / MANIFEST, _with_seal(unsealed, "", hash_of(unsealed)))
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Returns the manifest of a checkpoint.
+        """Returns the manifest of a checkpoint, of what another version has added without what this one does not know.
 
         Raises:
-            StoreError: it is not there, is damaged, or is of another format.
+            StoreError: it is not there or is damaged.
+            ConfigError: it is whole, and of a newer version whose format this one does not know.
         """
+        path = folder / MANIFEST
         try:
-            found = cls.model_validate_json((folder / MANIFEST).read_bytes())
+            data = read_bytes(path)
+            fields = json.loads(data)
         except OSError as error:
-            raise StoreError(f"cannot read {folder / MANIFEST}: {error.strerror}") from None
-        except (ValidationError, ConfigError, ValueError):
-            raise StoreError(f"{folder / MANIFEST} is damaged or of another format than {FORMAT}") from None
-        if found.format != FORMAT or found.seal != hash_of(found._unsealed()):
-            raise StoreError(f"{folder / MANIFEST} is damaged or of another format than {FORMAT}")
+            raise StoreError(f"cannot read {path}: {error.strerror}") from None
+        except (ValueError, RecursionError):
+            raise StoreError(f"{path} is damaged: it is no JSON") from None
+        seal, number = (fields.get(name) if isinstance(fields, dict) else None for name in ("seal", "format"))
+        if not isinstance(seal, str) or seal != hash_of(_with_seal(data, seal, "")):
+            raise StoreError(f"{path} is damaged: it does not match its seal")
+        if not isinstance(number, int) or number > FORMAT:
+            what = f"it has format {number}, this version reads up to {FORMAT}"
+            raise ConfigError(f"{path} was written by a newer version: {what}")
+        try:
+            found = cls.model_validate_json(
+                json.dumps({name: fields[name] for name in fields if name in cls.model_fields})
+            )
+        except (ValidationError, ConfigError):
+            raise ConfigError(
+                f"{path} was written by a newer version, which says what this one does not know"
+            ) from None
         if folder != folder_of(folder.parent, found.iteration):
             raise StoreError(f"{folder} holds iteration {found.iteration}: give it back its name")
         return found
 
-    def _unsealed(self) -> bytes:
-        return self.model_copy(update={"seal": ""}).model_dump_json().encode()
+
+def _with_seal(data: bytes, seal: str, other: str) -> bytes:
+    """Returns a manifest with another seal in the place of its own, which stands last."""
+    head, mark, tail = data.rpartition(f'"seal":"{seal}"'.encode(errors="replace"))
+    return head + f'"seal":"{other}"'.encode() + tail if mark else data
 
 
 # --- folders -----------------------------------------------------------------------------------------------------
@@ -153,9 +174,9 @@ def part_file(rank: int) -> str:
     return f"part-{rank}.json"
 
 
-def key_of(key: str, rank: int) -> str:
-    """Returns the name under which a tensor of that rank's state lies in a checkpoint."""
-    return f"rank{rank}/{key}" if key.startswith(VALUE) else key
+def value_key(rank: int, name: str) -> str:
+    """Returns the key in a checkpoint of a tensor among the small values of a rank."""
+    return f"rank{rank}/value/{name}"
 
 
 def remove(folder: Path) -> None:
@@ -199,7 +220,7 @@ def _listed(root: Path) -> list[Path]:
 @contextmanager
 def mapped(path: Path) -> Iterator[memoryview]:
     """Yields the bytes of a file, which are read when they are looked at."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         if not size:
             yield memoryview(b"")

@@ -6,9 +6,9 @@ compared. Knows no live state.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,10 +25,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from capricorn.errors import ConfigError, StoreError
-from capricorn.runtime.persist.layout import VALUE, Manifest, Stored, damage_of, hash_of, key_of
+from capricorn.runtime.persist.layout import VALUE, Manifest, Stored, damage_of, hash_of, value_key
 from capricorn.runtime.save.staging import payload_of
 from capricorn.runtime.store.slot import Slot, checksum
-from capricorn.systems.flat_state import StateEntry, flat_bytes
+from capricorn.systems.flat_state import VALUES, FlatState, SavedValues, StateEntry
+from capricorn.systems.small_values import TREE, Encoded, join
+from capricorn.systems.tensor_bytes import DTYPES, flat_bytes
 
 FLAT: Final = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
 """Settings of the library's planners: our tensors are named and whole already."""
@@ -42,53 +44,102 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return flat_bytes(tensor).numpy().data
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """The tensors of a checkpoint that make up the state of a rank."""
-
-    sources: dict[str, str] = field(default_factory=dict)
-    """By key of the state: the key in the checkpoint."""
-    derived: dict[str, StateEntry] = field(default_factory=dict)
-    """Small values that depend on the number of ranks, which is another now."""
-
-
-def select(entries: Sequence[StateEntry], manifest: Manifest, rank: int, world_size: int) -> Selection:
-    """Returns the tensors that a rank takes.
+def select(entries: Sequence[StateEntry], manifest: Manifest, rank: int) -> tuple[dict[str, str], list[str]]:
+    """Returns, by key of the state, the key in the checkpoint of the tensor that a rank takes; and what does not fit.
 
     Args:
         entries: of the rank's state.
         manifest: of the checkpoint.
         rank: that takes them.
+    """
+    sources: dict[str, str] = {}
+    problems, stacks = [], _stacks(manifest)
+    for entry in entries:
+        if entry.is_values:
+            continue
+        source, what = _source(entry.key, manifest, stacks), f"{entry.dtype} {list(entry.shape)}"
+        stored = manifest.tensors.get(source)
+        if stored is None:
+            problems.append(f"{source} ({what}) is new")
+        elif (stored.dtype, stored.shape) != (entry.dtype, entry.shape):
+            problems.append(f"{source} was {_described(stored)} and is {what}")
+        else:
+            sources[entry.key] = source
+    of_rank = rank if rank < manifest.world_size else 0
+    has_values, had_values = any(entry.is_values for entry in entries), bool(_values_in(manifest, of_rank))
+    if has_values != had_values:
+        problems.append(f"{value_key(rank, '')} (small values) is {'new' if has_values else 'missing'}")
+    return sources, problems
+
+
+def missing(manifest: Manifest, taken: Iterable[bool]) -> list[str]:
+    """Returns in words which lasting tensors of a checkpoint nobody has taken; `taken` is in the order of `lasting`."""
+    left = [key for key, is_taken in zip(lasting(manifest), taken, strict=True) if not is_taken]
+    return [f"{key} ({_described(manifest.tensors[key])}) is missing" for key in left]
+
+
+def lasting(manifest: Manifest) -> list[str]:
+    """Returns the keys of all tensors that do not depend on the number of ranks."""
+    return [key for key in manifest.tensors if not key.startswith(STEP) and VALUE.fullmatch(key) is None]
+
+
+def _described(stored: Stored) -> str:
+    return f"{stored.dtype} {list(stored.shape)}"
+
+
+def small_values_of(state: FlatState, folder: Path, manifest: Manifest, rank: int, world_size: int) -> Any:
+    """Returns the small values that a rank takes: what its state makes of those that were saved, or those themselves.
+
+    Args:
+        state: of the rank.
+        folder: of the checkpoint.
+        manifest: of the checkpoint.
+        rank: that takes them.
         world_size: number of ranks of now.
 
     Raises:
-        ConfigError: the checkpoint is of another model, or cannot be spread over that many ranks.
+        StoreError: they are damaged.
+        ConfigError: they cannot be gone on from, or have no meaning on another number of ranks.
     """
-    selection, missing, stacks = Selection(), [], _stacks(manifest)
-    for entry in entries:
-        if entry.key.startswith(VALUE) and world_size != manifest.world_size:
-            selection.derived[entry.key] = entry
-            continue
-        source = _source(key_of(entry.key, rank), manifest, stacks)
-        stored = manifest.tensors.get(source)
-        if stored is None or (stored.dtype, stored.shape) != (entry.dtype, entry.shape):
-            missing.append(f"{source} ({entry.dtype} {list(entry.shape)})")
-        else:
-            selection.sources[entry.key] = source
-    if missing:
+
+    def of_rank(saved: int) -> Any:
+        return _read_values(folder, manifest, saved)
+
+    if state.reshard is not None:
+        return state.reshard(SavedValues(manifest.iteration, manifest.world_size, of_rank))
+    if world_size != manifest.world_size:
+        name = next(iter(_values_in(manifest, 0)), "")
         raise ConfigError(
-            f"it is of another model: {len(missing)} of {len(entries)} tensors of rank {rank} are not in it, "
-            f"first {', '.join(missing[:3])}"
+            f"it is of {manifest.world_size} ranks, and {value_key(0, name)} has no meaning on {world_size}"
         )
-    unknown = sorted(selection.derived.keys() - {f"{VALUE}{name}" for name in DERIVED})
-    if unknown:
-        raise ConfigError(f"it is of {manifest.world_size} ranks, and {unknown[0]} has no meaning on {world_size}")
-    return selection
+    return of_rank(rank)
 
 
-def num_lasting(keys: Iterable[str]) -> int:
-    """Returns how many of these are tensors that do not depend on the number of ranks."""
-    return sum(not key.startswith((STEP, VALUE)) and f"/{VALUE}" not in key for key in keys)
+def _values_in(manifest: Manifest, rank: int) -> dict[str, str]:
+    """Returns, by name, the key of each tensor among the small values of a rank."""
+    found = (VALUE.fullmatch(key) for key in manifest.tensors)
+    return {match[2]: match[0] for match in found if match is not None and int(match[1]) == rank}
+
+
+def _read_values(folder: Path, manifest: Manifest, rank: int) -> Any:
+    names = _values_in(manifest, rank)
+    tensors = {name: torch.empty(_shape(manifest, key), dtype=_dtype(manifest, key)) for name, key in names.items()}
+    read(folder, manifest, {names[name]: tensor for name, tensor in tensors.items()})
+    if TREE not in tensors:
+        return tensors
+    try:
+        tree = json.loads(bytes_of(tensors.pop(TREE)).tobytes())
+    except ValueError:
+        raise StoreError(f"{folder.name}: {names[TREE]} is no JSON") from None
+    return join(tree, tensors)
+
+
+def _shape(manifest: Manifest, key: str) -> tuple[int, ...]:
+    return manifest.tensors[key].shape
+
+
+def _dtype(manifest: Manifest, key: str) -> torch.dtype:
+    return DTYPES[manifest.tensors[key].dtype]
 
 
 def _stacks(manifest: Manifest) -> dict[tuple[str, str], list[tuple[int, int, str]]]:
@@ -116,33 +167,29 @@ def _source(key: str, manifest: Manifest, stacks: Mapping[tuple[str, str], list[
 def load_into(
     slot: Slot,
     entries: Sequence[StateEntry],
-    selection: Selection,
+    sources: Mapping[str, str],
+    values: Encoded | None,
     folder: Path,
     manifest: Manifest,
-    rank: int,
-    world_size: int,
 ) -> None:
     """Fills the payload and the table of a begun slot, and leaves it to be committed.
 
     Args:
         slot: begun for the iteration of the checkpoint.
         entries: of the rank's state.
-        selection: which tensors it takes.
+        sources: by key of the state, the key in the checkpoint.
+        values: its small values, if it has any.
         folder: of the checkpoint.
         manifest: of the checkpoint.
-        rank: whose state it is.
-        world_size: number of ranks of now.
 
     Raises:
         StoreError: something that is needed is damaged.
-        ConfigError: the checkpoint cannot be spread over that many ranks.
     """
     payload_B = payload_of(slot)
     places = {entry.key: _place(payload_B, entry) for entry in entries}
-    wanted = {selection.sources[key]: place for key, place in places.items() if key in selection.sources}
-    read(folder, manifest, wanted)
-    if selection.derived:
-        _derive(selection, places, folder, manifest, rank, world_size)
+    read(folder, manifest, {source: places[key] for key, source in sources.items()})
+    if values is not None:
+        values.write(places[VALUES])
     for index in range(slot.layout.num_blocks):
         slot.table[index] = checksum(slot.payload[slot.layout.block(index)])
 
@@ -201,57 +248,3 @@ def _outline(stored: Stored) -> TensorStorageMetadata:
     size = torch.Size(stored.shape)
     properties = TensorProperties(dtype=getattr(torch, stored.dtype))
     return TensorStorageMetadata(properties, size, [ChunkStorageMetadata(torch.Size([0] * len(size)), size)])
-
-
-# --- another number of ranks -------------------------------------------------------------------------------------
-
-
-def _position(saved: Tensor, manifest: Manifest, rank: int, world_size: int) -> Tensor:
-    """Returns the number of batches that each rank has read, so that the next is the first that nobody has read.
-
-    Raises:
-        ConfigError: there is no such number.
-    """
-    batches = int(saved) * manifest.world_size
-    if batches % world_size:
-        raise ConfigError(
-            f"{manifest.world_size} ranks have read {batches} batches, which {world_size} ranks cannot share; "
-            f"use a number of ranks that divides {batches}, or another iteration"
-        )
-    return torch.tensor(batches // world_size, dtype=saved.dtype)
-
-
-def _seed(saved: Tensor, manifest: Manifest, rank: int) -> int:
-    """Returns a seed made of the random state of rank 0, and so of the training's seed, the iteration and the rank."""
-    return checksum(bytes(bytes_of(saved)) + f"{manifest.iteration} {rank}".encode()) >> 1
-
-
-def _rng(saved: Tensor, manifest: Manifest, rank: int, world_size: int) -> Tensor:
-    return torch.Generator().manual_seed(_seed(saved, manifest, rank)).get_state()
-
-
-def _cuda_rng(saved: Tensor, manifest: Manifest, rank: int, world_size: int) -> Tensor:
-    # Seed and offset, as CUDA's generators have them.
-    return torch.tensor([_seed(saved, manifest, rank), 0]).view(torch.uint8)
-
-
-DERIVED: Final[Mapping[str, tuple[str, Callable[[Tensor, Manifest, int, int], Tensor]]]] = {
-    "position": ("position", _position),
-    "rng": ("rng", _rng),
-    "cuda_rng": ("rng", _cuda_rng),
-}
-"""By small value: which one of rank 0 it is made from on another number of ranks, and how."""
-
-
-def _derive(
-    selection: Selection, places: Mapping[str, Tensor], folder: Path, manifest: Manifest, rank: int, world_size: int
-) -> None:
-    for key in selection.derived:
-        name, rule = DERIVED[key.removeprefix(VALUE)]
-        source = key_of(f"{VALUE}{name}", 0)
-        if source not in manifest.tensors:
-            raise ConfigError(f"it has no {source}, of which {key} is made on another number of ranks")
-        stored = manifest.tensors[source]
-        saved = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
-        read(folder, manifest, {source: saved})
-        places[key].copy_(rule(saved, manifest, rank, world_size))

@@ -28,13 +28,15 @@ import contextlib
 import os
 import select
 import subprocess
-import sys
 import time
 
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 
 from capricorn.errors import StoreError
+from capricorn.process import PYTHON
+from capricorn.runtime.comm.collectives import finish, waiting_for
 from capricorn.runtime.persist.layout import remove, sweep, temporary_of
 from capricorn.runtime.persist.messages import Answer, Order, WriterTask
 from capricorn.runtime.store.node_store import NodeStore
@@ -44,6 +46,8 @@ from capricorn.systems.interface import Counters, JobContext
 from capricorn.units import Seconds, format_seconds
 
 STOP_TIMEOUT_S: Seconds = 5.0
+_SHOWN_BYTES = 80
+"""Of a message that makes no sense."""
 
 
 class Persister:
@@ -56,9 +60,9 @@ class Persister:
         """Removes, on rank 0, what dead attempts have left half written."""
         self._job, self._store, self._counters = job, store, counters
         self._every = job.persist.every if job.persist_dir is not None else 0
-        self._last = 0
-        """Newest iteration that was persisted or skipped."""
-        self._vote: tuple[torch.Tensor, dist.Work | None] | None = None
+        self._last: int | None = None
+        """Newest iteration that was persisted or skipped; at first, the one before the first that is trained."""
+        self._vote: tuple[int, torch.Tensor, dist.Work] | None = None
         self._are_all_idle = False
         self._slot: Slot | None = None
         """The slot that the writer reads, pinned."""
@@ -78,24 +82,35 @@ class Persister:
         """Local slots that a rank needs, so that one may be held back while it is written."""
         return NUM_SLOTS + bool(self._every)
 
-    def resume(self, newest: int) -> None:
-        """Notes the newest persisted iteration up to the one restored, which all ranks have agreed on."""
-        self._last = newest
+    def resume(self, newest: int | None) -> None:
+        """Notes the newest persisted iteration up to the one restored, if any; all ranks have agreed on it."""
+        self._last = 0 if newest is None else newest
+
+    def note(self, iteration: int) -> None:
+        """Notes that an iteration was trained; the first of all tells where to count from."""
+        if self._last is None:
+            self._last = iteration - 1
 
     def start_vote(self, iteration: int) -> None:
         """Starts a vote on whether all writers are idle, if that iteration is due; collective."""
         if self._is_due(iteration):
             self._poll()
-            idle = torch.tensor(int(self._order is None))
-            self._vote = idle, dist.all_reduce(idle, dist.ReduceOp.MIN, group=self._job.control_group, async_op=True)
+            idle, group = torch.tensor(int(self._order is None)), self._job.control_group
+            with waiting_for(group, self._what(iteration)):
+                work = dist.all_reduce(idle, dist.ReduceOp.MIN, group=group, async_op=True)
+            assert work is not None
+            self._vote = iteration, idle, work
 
-    def poll_vote(self) -> None:
-        """Waits for the vote under way, if there is one, and keeps its result."""
+    def poll_vote(self, timeout_s: Seconds | None = None) -> None:
+        """Waits for the vote under way, if there is one, and keeps its result; by default as long as the group waits.
+
+        Raises:
+            PeerLostError: a peer is gone, or did not come in time.
+        """
         if self._vote is not None:
-            (idle, work), self._vote = self._vote, None
-            if work is not None:
-                work.wait()
-            self._are_all_idle = bool(idle)
+            iteration, idle, work = self._vote
+            finish(self._job.control_group, work, self._what(iteration), timeout_s)
+            self._are_all_idle, self._vote = bool(idle), None
 
     def take(self, iteration: int) -> None:
         """Hands an iteration that has become complete in memory on all ranks to the writer, if it is due."""
@@ -115,7 +130,7 @@ class Persister:
                 self._writer = _Writer(self._task())
             self._writer.send(self._order)
         except OSError as error:
-            self._settle(f"the writer does not start: {error.strerror}")
+            self._settle(f"the writer does not take its order: {error.strerror}")
 
     def finish(self, timeout_s: Seconds) -> None:
         """Waits until what was handed to the writer is persisted or has failed."""
@@ -139,14 +154,17 @@ class Persister:
             remove(temporary_of(self._job.persist_dir, self._order.iteration, self._job.attempt))
         self._order = self._slot = None
 
+    def _what(self, iteration: int) -> str:
+        return f"the vote on persisting iteration {iteration}"
+
     def _is_due(self, iteration: int) -> bool:
-        return bool(self._every) and iteration // self._every > self._last // self._every
+        return bool(self._every) and self._last is not None and iteration // self._every > self._last // self._every
 
     def _poll(self, timeout_s: Seconds = 0.0) -> bool:
         """Takes what the writer answers within that time; returns whether it is idle."""
         if self._order is not None and self._writer is not None:
             try:
-                answer = self._writer.take(timeout_s)
+                answer = self._writer.take(self._order, timeout_s)
             except StoreError as error:
                 self._end_writer()
                 self._settle(str(error))
@@ -189,17 +207,29 @@ class Persister:
 
 
 class _Writer:
-    """The writer process, and the lines to and from it."""
+    """The writer process, and the lines to and from it.
+
+    They have descriptors of their own: whatever a library reads or prints over there is not between them.
+    """
 
     def __init__(self, task: WriterTask) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "capricorn.runtime.persist.writer_process", task.model_dump_json()],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._orders, self._answers = self._process.stdin.fileno(), self._process.stdout.fileno()
+        orders, self._orders = os.pipe()
+        self._answers, answers = os.pipe()
+        module, ends = "capricorn.runtime.persist.writer_process", (orders, answers)
+        try:
+            self._process = subprocess.Popen(
+                [*PYTHON, module, task.model_dump_json(), *map(str, ends), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=ends,
+            )
+        except OSError:
+            self._close_ours()
+            raise
+        finally:
+            for end in ends:
+                os.close(end)
+        os.set_blocking(self._orders, False)
         os.set_blocking(self._answers, False)
         self._read = b""
         self._ready = select.poll()
@@ -213,11 +243,11 @@ class _Writer:
         """Sends a line that fits the buffer of an empty pipe; raises OSError if the process has ended."""
         os.write(self._orders, order.model_dump_json().encode() + b"\n")
 
-    def take(self, timeout_s: Seconds) -> Answer | None:
-        """Returns the next answer, None if it does not come within that time.
+    def take(self, order: Order, timeout_s: Seconds) -> Answer | None:
+        """Returns the answer to an order, None if it does not come within that time.
 
         Raises:
-            StoreError: the process has ended.
+            StoreError: the process has ended, or what came is no answer to that order.
         """
         deadline_s = time.monotonic() + timeout_s
         while b"\n" not in self._read:
@@ -225,14 +255,28 @@ class _Writer:
                 return None
             data = os.read(self._answers, 1 << 16)
             if not data:
-                raise StoreError(f"the writer has ended with code {self._process.wait(STOP_TIMEOUT_S)}")
+                raise StoreError(f"the writer has ended with code {self._wait()}")
             self._read += data
         line, _, self._read = self._read.partition(b"\n")
-        return Answer.model_validate_json(line)
+        try:
+            answer = Answer.model_validate_json(line)
+        except ValidationError:
+            raise StoreError(f"a damaged message came from the writer: {line[:_SHOWN_BYTES]!r}") from None
+        if answer.iteration != order.iteration:
+            raise StoreError(f"the writer answers to iteration {answer.iteration}, not {order.iteration}")
+        return answer
 
     def close(self) -> None:
         self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
+        self._wait()
+        self._close_ours()
+
+    def _wait(self) -> int | None:
+        """Returns the exit code, None if even a killed process does not end: it may wait for a dead file system."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(STOP_TIMEOUT_S)
+        return None
+
+    def _close_ours(self) -> None:
+        for end in (self._orders, self._answers):
+            os.close(end)

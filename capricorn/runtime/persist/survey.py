@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from capricorn.errors import StoreError
+from capricorn.errors import ConfigError, StoreError
 from capricorn.runtime.persist.layout import (
     METADATA,
     Manifest,
@@ -55,7 +55,7 @@ def _look(root: Path, iteration: int) -> Iterator[PersistedCopy]:
     folder = folder_of(root, iteration)
     try:
         manifest = Manifest.read(folder)
-    except StoreError as error:
+    except (StoreError, ConfigError) as error:
         yield PersistedCopy(Copy(NOBODY, iteration, "damaged", folder), str(error))
         return
     damage = damage_of(folder, manifest, manifest.tensors)

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.utils.serialization import config
 
-from capricorn.errors import StoreError
+from capricorn.errors import StoreError, in_words
 from capricorn.runtime.persist.layout import (
     METADATA,
     Manifest,
@@ -33,7 +33,6 @@ from capricorn.runtime.persist.layout import (
     folder_of,
     given_up_of,
     hash_of,
-    key_of,
     mapped,
     part_file,
     prune,
@@ -42,10 +41,13 @@ from capricorn.runtime.persist.layout import (
     sweep,
     sync,
     temporary_of,
+    value_key,
 )
 from capricorn.runtime.persist.load import FLAT, bytes_of
 from capricorn.runtime.persist.messages import Answer, Order, WriterTask
 from capricorn.runtime.store.slot import COMPLETE, PAGE, Header, checksum, read_header
+from capricorn.systems.flat_state import VALUES
+from capricorn.systems.small_values import TREE, split
 from capricorn.units import Seconds, format_seconds
 
 POLL_S: Final[Seconds] = 0.02
@@ -58,7 +60,7 @@ def write_checkpoint(task: WriterTask, order: Order) -> Answer:
     try:
         part = _write_part(task, order, folder)
         finish(task, order, folder)
-    except Exception as error:  # noqa: BLE001 - a library raises what it likes, and training goes on
+    except BaseException as error:  # noqa: BLE001 - a library raises what it likes, and training goes on
         given_up = given_up_of(folder)
         if task.rank == 0:
             with contextlib.suppress(OSError):
@@ -67,12 +69,6 @@ def write_checkpoint(task: WriterTask, order: Order) -> Answer:
             remove(folder)
         return Answer(iteration=order.iteration, failure=in_words(error))
     return Answer(iteration=order.iteration, num_bytes=sum(part.files.values()))
-
-
-def in_words(error: Exception) -> str:
-    """Returns what went wrong, in one line."""
-    text = str(error).strip().partition("\n")[0]
-    return text if isinstance(error, StoreError) else f"{type(error).__name__}: {text}"
 
 
 # --- the part of a rank ------------------------------------------------------------------------------------------
@@ -85,7 +81,7 @@ def _write_part(task: WriterTask, order: Order, folder: Path) -> RankPart:
     try:
         part = _write_tensors(task, order, folder)
         _hand_in(folder, task.rank, part)
-    except Exception as error:
+    except BaseException as error:
         # The disk may be full, and rank 0 waits. If not even that can be written, it does so in vain.
         with contextlib.suppress(OSError):
             (folder / rank_file(task.rank)).unlink(missing_ok=True)
@@ -102,9 +98,11 @@ def _write_tensors(task: WriterTask, order: Order, folder: Path) -> RankPart:
         slot = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     _verify(slot, header, order.slot)
     tensors = {
-        key_of(key, task.rank): _view(slot, dtype, shape, header.layout.payload_offset + offset)
+        key: _view(slot, dtype, shape, header.layout.payload_offset + offset)
         for key, dtype, shape, offset, _ in layout["entries"]
     }
+    if VALUES in tensors:
+        tensors |= _values_in(tensors.pop(VALUES), task.rank)
     results = _write(tensors, folder, task)
     if _complete_header(order) != header:
         raise StoreError(f"{order.slot} was used again while it was written")
@@ -112,6 +110,13 @@ def _write_tensors(task: WriterTask, order: Order, folder: Path) -> RankPart:
     sync(path)
     stored = _describe(tensors, results, path, task.rank)
     return RankPart(tensors=stored, aliases=layout["aliases"], files={path.name: path.stat().st_size})
+
+
+def _values_in(block_B: Tensor, rank: int) -> dict[str, Tensor]:
+    """Returns, by key, the tensors among the small values in a block, and what else there is of them."""
+    tree, tensors = split(block_B)
+    rest = torch.frombuffer(bytearray(json.dumps(tree).encode()), dtype=torch.uint8)
+    return {value_key(rank, name): tensor for name, tensor in ({**tensors, TREE: rest}).items()}
 
 
 def _complete_header(order: Order) -> Header:
@@ -203,6 +208,7 @@ def _complete(task: WriterTask, order: Order, folder: Path) -> None:
             raise StoreError(f"rank {rank}: {part.failure}")
     for name in names:
         (folder / name).unlink()
+    parts = _distinct(parts)
     _write_metadata(folder, parts)
     sync(folder / METADATA)
     _manifest(task, order, folder, parts).write(folder)
@@ -211,6 +217,28 @@ def _complete(task: WriterTask, order: Order, folder: Path) -> None:
     folder.rename(folder_of(task.root, order.iteration))
     sync(task.root)
     prune(task.root, order.iteration, task.keep)
+
+
+def _distinct(parts: list[RankPart]) -> list[RankPart]:
+    """Returns the parts, each name in the first that has it: what several ranks have must be the same.
+
+    Raises:
+        StoreError: two ranks have other contents, or other tensors, under one name.
+    """
+    owners: dict[str, tuple[int, object]] = {}
+    distinct = []
+    for rank, part in enumerate(parts):
+        contents = {key: (stored.dtype, stored.shape, stored.xxh3) for key, stored in part.tensors.items()}
+        for name, content in ({**contents, **part.aliases}).items():
+            owner, other = owners.setdefault(name, (rank, content))
+            if content != other:
+                raise StoreError(
+                    f"ranks {owner} and {rank} have other contents under the one name {name}, of which the tier could "
+                    f"keep one: give it a name on each rank, as rank{rank}/{name}"
+                )
+        own = {key: stored for key, stored in part.tensors.items() if owners[key][0] == rank}
+        distinct.append(part.model_copy(update={"tensors": own}))
+    return distinct
 
 
 def _wait_for_rank_0(task: WriterTask, order: Order, folder: Path) -> None:

@@ -9,20 +9,22 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
-from capricorn.errors import CapricornError, StoreError, TransportError
+from capricorn.errors import CapricornError, StoreError, TransportError, in_words
 from capricorn.planner.link_model import LinkEstimator, LinkModel
 from capricorn.planner.plan import Chunk, Plan
 from capricorn.runtime.comm.idle_priority import use_idle_priority
 from capricorn.runtime.comm.replica_link import ReplicaLink, Source
+from capricorn.runtime.deadline import Deadline
 from capricorn.runtime.save.live_source import LiveSource
 from capricorn.runtime.save.save import ReplicatedSave
 from capricorn.runtime.save.staging import Stager
 from capricorn.runtime.schedule.gate import Admission, Gate
 from capricorn.runtime.store.node_store import NodeStore
 from capricorn.runtime.store.slot import checksum
+from capricorn.runtime.watched_thread import WatchedThread
 from capricorn.systems.interface import ChunkEvent
 from capricorn.units import Bytes, Seconds, format_seconds
 
@@ -30,6 +32,8 @@ MAX_EVENTS = 1 << 14
 """Number of transfers remembered for a timeline that nobody takes; the oldest are forgotten."""
 
 
+OUTAGE_FACTOR = 10
+"""A link that failed twice in a row is left alone for so many times as long as the last try took."""
 MAX_TRANSFER_S: Seconds = 0.25
 """A transfer that lasts longer is booked as several, so that each belongs to one iteration."""
 
@@ -60,6 +64,36 @@ class _Transfer:
     def moved_bytes(self) -> Bytes:
         """Bytes that were acknowledged between its begin and its end."""
         return self.num_bytes + self._before_bytes - self.left_bytes
+
+
+class Outage:
+    """Failures of one link in a row: it is tried again at once after the first, and at ever fewer saves after that.
+
+    So a holder that is gone costs a small part of the time, and not a deadline in every save.
+    """
+
+    def __init__(self, holder: int, clock: Callable[[], Seconds] = time.monotonic) -> None:
+        self._holder, self._clock = holder, clock
+        self._begin_s = self._until_s = 0.0
+        self._first = ""
+        """When and why it failed first; empty if it has not."""
+
+    def check(self) -> None:
+        """Tells whether the link is to be tried, and takes the time from then on.
+
+        Raises:
+            CapricornError: not yet, and why.
+        """
+        self._begin_s = self._clock()
+        if self._begin_s < self._until_s:
+            raise CapricornError(f"the link to rank {self._holder} is down since {self._first}")
+
+    def note(self, iteration: int, failure: str) -> None:
+        """Notes that the link failed in the save of that iteration, and why."""
+        if self._first:
+            now_s = self._clock()
+            self._until_s = now_s + OUTAGE_FACTOR * (now_s - self._begin_s)
+        self._first = self._first or f"iteration {iteration}: {failure}"
 
 
 class Executor:
@@ -107,10 +141,10 @@ class Executor:
         self._has_idle_priority = idle_priority
         self._to_stage: SimpleQueue[ReplicatedSave | None] = SimpleQueue()
         self._to_send: list[SimpleQueue[ReplicatedSave | None]] = [SimpleQueue() for _ in links]
-        self._threads = [threading.Thread(target=self._stage_loop, name="capricorn-stage", daemon=True)]
+        self._threads = [WatchedThread(target=self._stage_loop, name="capricorn-stage", daemon=True)]
         for link, queue in zip(links, self._to_send, strict=True):
             name = f"capricorn-send-{link.holder}"
-            self._threads.append(threading.Thread(target=self._send_loop, args=(link, queue), name=name, daemon=True))
+            self._threads.append(WatchedThread(target=self._send_loop, args=(link, queue), name=name, daemon=True))
         for thread in self._threads:
             thread.start()
 
@@ -119,7 +153,16 @@ class Executor:
         """Payload handed to the network so far."""
         return sum(link.sent_bytes for link in self._links)
 
-    def start(self, iteration: int, keep: int, plan: Plan) -> ReplicatedSave:
+    def check(self) -> None:
+        """Tells whether saves can still be carried out.
+
+        Raises:
+            CapricornError: a thread has ended, and why.
+        """
+        for thread in self._threads:
+            thread.check()
+
+    def start(self, iteration: int, keep: int | None, plan: Plan) -> ReplicatedSave:
         """Begins a checkpoint of the live state, which must not change until it is staged and, if sent live, sent."""
         save = self._last = ReplicatedSave(iteration, keep, plan, [link.holder for link in self._links], self._live)
         self._stager.mark()
@@ -180,8 +223,9 @@ class Executor:
         for link, queue in zip(self._links, self._to_send, strict=True):
             link.close()
             queue.put(None)
+        deadline = Deadline(self._timeout_s)
         for thread in self._threads[1:]:
-            thread.join(self._timeout_s)
+            thread.join(deadline.left_s)
         self._stager.close()
 
     def _stage_loop(self) -> None:
@@ -189,8 +233,11 @@ class Executor:
             try:
                 self._stage(save)
                 save.finish_staging()
-            except (CapricornError, OSError, RuntimeError) as error:
-                save.finish_staging(f"staging: {error}")
+            except BaseException as error:  # noqa: BLE001 - whatever it is, the save has failed and training goes on
+                failure = f"staging: {in_words(error)}"
+                save.finish_staging(failure)
+                if save.slot is None:  # no sender has heard of it, and none will
+                    save.give_up(failure)
 
     def _stage(self, save: ReplicatedSave) -> None:
         begin_s = time.perf_counter()
@@ -207,13 +254,20 @@ class Executor:
     def _send_loop(self, link: ReplicaLink, queue: SimpleQueue[ReplicatedSave | None]) -> None:
         if self._has_idle_priority:
             use_idle_priority()
+        outage = Outage(link.holder)
         while (save := queue.get()) is not None:
             try:
+                outage.check()
                 self._send(link, save)
-                save.finish_link()
-            except (CapricornError, OSError, RuntimeError) as error:  # also torch's, which copies the live state
+            except BaseException as error:  # noqa: BLE001 - whatever it is, the save has failed and training goes on
                 link.close()
-                save.finish_link(str(error))
+                save.end_turn(link.holder)
+                if isinstance(error, TransportError):
+                    outage.note(save.iteration, in_words(error))
+                save.finish_link(in_words(error))
+            else:
+                outage = Outage(link.holder)
+                save.finish_link()
 
     def _send(self, link: ReplicaLink, save: ReplicatedSave) -> None:
         source = save.live or save.slot
@@ -221,7 +275,7 @@ class Executor:
         replica = self._links.index(link)
         try:
             if not save.wait_turn(link.holder, self._timeout_s):
-                raise TransportError(f"the replicas before that on rank {link.holder} did not get out")
+                raise CapricornError(f"the replicas before that on rank {link.holder} did not get out")
             if save.live is not None:
                 save.live.begin()
             link.begin(save.iteration, save.keep)
@@ -278,6 +332,6 @@ class Executor:
 
 
 def _refuse_given_up(save: ReplicatedSave) -> None:
-    """Raises TransportError if what is sent may no longer be the state of its iteration."""
+    """Raises CapricornError if what is sent may no longer be the state of its iteration."""
     if save.is_given_up:
-        raise TransportError(f"iteration {save.iteration} was given up")
+        raise CapricornError(f"iteration {save.iteration} was given up")

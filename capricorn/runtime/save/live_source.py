@@ -16,7 +16,8 @@ from torch import Tensor
 
 from capricorn.runtime.save.staging import Stager
 from capricorn.runtime.store.slot import Layout, Slot, checksum
-from capricorn.systems.flat_state import FlatState, Run, flat_bytes
+from capricorn.systems.flat_state import FlatState, Run
+from capricorn.systems.tensor_bytes import flat_bytes
 from capricorn.units import Bytes, Seconds
 
 
@@ -39,10 +40,10 @@ class LiveSource:
             buffer_bytes: size of all sub-buffers together; each consists of whole blocks, at least one.
             num_buffers: number of sub-buffers.
         """
-        self.layout = layout
+        self.layout, self._state = layout, state
         num_blocks = max(1, buffer_bytes // num_buffers // layout.block_bytes)
         self._unit_bytes = min(num_blocks, max(1, layout.num_blocks)) * layout.block_bytes
-        self._copies = _cut(state.runs, self._unit_bytes, -(-layout.payload_bytes // self._unit_bytes))
+        self._cut_state()
         self._cuda = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._updated = torch.cuda.Event() if self._cuda else None  # type: ignore[no-untyped-call]
         pinned = self._cuda is not None
@@ -59,10 +60,16 @@ class LiveSource:
             self._updated.record(torch.cuda.current_stream(self._cuda.device))
 
     def begin(self) -> None:
-        """Forgets what the buffers hold, which is of an older iteration."""
+        """Forgets what the buffers hold, which is of an older iteration, and follows live memory that is another."""
+        if self._version != self._state.version:
+            self._cut_state()
         self._held = [None] * len(self._held)
         if self._cuda is not None and self._updated is not None:
             self._cuda.wait_event(self._updated)
+
+    def _cut_state(self) -> None:
+        self._version, num_units = self._state.version, -(-self.layout.payload_bytes // self._unit_bytes)
+        self._copies = _cut(self._state.runs, self._unit_bytes, num_units)
 
     def view(self, start: int, stop: int) -> memoryview:
         """Returns these bytes of the shard, which lie in one block; later calls may overwrite them.

@@ -44,13 +44,13 @@ class ReplicatedSave:
     """
 
     def __init__(
-        self, iteration: int, keep: int, plan: Plan, holders: Sequence[int], live: LiveSource | None = None
+        self, iteration: int, keep: int | None, plan: Plan, holders: Sequence[int], live: LiveSource | None = None
     ) -> None:
         """Makes a save that is about to be staged.
 
         Args:
             iteration: of the state.
-            keep: newest iteration that is complete on all ranks, whose slots must stay.
+            keep: newest iteration that is complete on all ranks, whose slots must stay; None if there is none.
             plan: in which order and when its chunks are sent.
             holders: the ranks that get a replica each, in this order.
             live: the live state, if replicas are sent from it.

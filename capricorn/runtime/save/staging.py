@@ -59,17 +59,43 @@ def payload_of(slot: Slot) -> Tensor:
     return torch.frombuffer(slot.payload, dtype=torch.uint8)
 
 
+class StateCopies:
+    """The copies of a state into each of its slots; made anew once its live memory is another."""
+
+    def __init__(self, state: FlatState, slots: list[Slot]) -> None:
+        self._state, self._slots = state, slots
+        self._make()
+
+    def into(self, slot: Slot) -> list[list[tuple[Tensor, Tensor]]]:
+        """Returns the copies into a slot, by block."""
+        if self._version != self._state.version:
+            self._make()
+        return self._copies[slot.path].by_block
+
+    def payloads(self) -> list[Tensor]:
+        """Returns the payload of each slot."""
+        return [copies.payload_B for copies in self._copies.values()]
+
+    def clear(self) -> None:
+        """Lets go of the slots and the live memory."""
+        self._copies.clear()
+
+    def _make(self) -> None:
+        self._version = self._state.version
+        self._copies = {slot.path: BlockCopies(self._state, slot) for slot in self._slots}
+
+
 class CpuStager:
     """Copies on the calling thread; a torch copy holds the GIL for its launch only."""
 
     def __init__(self, state: FlatState, slots: list[Slot]) -> None:
-        self._copies = {slot.path: BlockCopies(state, slot) for slot in slots}
+        self._copies = StateCopies(state, slots)
 
     def mark(self) -> None:
         """Does nothing: on the CPU an update has run when it returns."""
 
     def copy(self, slot: Slot) -> Iterator[int]:
-        for index, copies in enumerate(self._copies[slot.path].by_block):
+        for index, copies in enumerate(self._copies.into(slot)):
             for place, live in copies:
                 place.copy_(live)
             yield index
@@ -86,12 +112,12 @@ class CudaStager:
     """Copies on a side stream into slots registered with CUDA, so that the copy engine works while kernels run."""
 
     def __init__(self, state: FlatState, slots: list[Slot], device: torch.device) -> None:
-        self._copies = {slot.path: BlockCopies(state, slot) for slot in slots}
+        self._copies = StateCopies(state, slots)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._updated = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._registered: list[int] = []
-        for copies in self._copies.values():
-            self._register(copies.payload_B)
+        for payload_B in self._copies.payloads():
+            self._register(payload_B)
 
     def _register(self, payload_B: Tensor) -> None:
         if not payload_B.numel():
@@ -107,7 +133,7 @@ class CudaStager:
     def copy(self, slot: Slot) -> Iterator[int]:
         self._stream.wait_event(self._updated)
         landed: deque[torch.cuda.Event] = deque()
-        by_block = self._copies[slot.path].by_block
+        by_block = self._copies.into(slot)
         for index in range(len(by_block)):
             for copies in by_block[index + len(landed) : index + AHEAD]:
                 landed.append(self._enqueue(copies))

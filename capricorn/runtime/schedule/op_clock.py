@@ -14,10 +14,14 @@ from typing import Protocol, TypeAlias
 import torch
 
 from capricorn.errors import CapricornError
+from capricorn.runtime.deadline import Deadline
+from capricorn.runtime.watched_thread import WatchedThread
 from capricorn.units import Seconds
 
 DEADLINE_S: Seconds = 120.0
 CLOSE_S: Seconds = 5.0
+CHECK_S: Seconds = 1.0
+"""How often a wait for the device looks whether the thread that follows it is still there."""
 
 Reached: TypeAlias = Callable[[Seconds], None]
 """Called with the time, by `time.perf_counter`, at which the moment was reached; must be short."""
@@ -38,6 +42,14 @@ class Clock(Protocol):
         """
         ...
 
+    def check(self) -> None:
+        """Tells whether moments are still followed.
+
+        Raises:
+            CapricornError: the thread that follows them has ended, and why.
+        """
+        ...
+
     def close(self) -> None: ...
 
 
@@ -50,6 +62,9 @@ class CpuClock:
     def settle(self) -> None:
         """Returns at once."""
 
+    def check(self) -> None:
+        """Does nothing, as nothing runs."""
+
     def close(self) -> None:
         """Does nothing, as nothing runs."""
 
@@ -60,7 +75,7 @@ class CudaClock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._marks: SimpleQueue[tuple[torch.cuda.Event, Reached] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._follow, name="capricorn-clock", daemon=True)
+        self._thread = WatchedThread(target=self._follow, name="capricorn-clock", daemon=True)
         self._thread.start()
 
     def at(self, reached: Reached) -> None:
@@ -69,10 +84,15 @@ class CudaClock:
         self._marks.put((event, reached))
 
     def settle(self) -> None:
-        reached = threading.Event()
+        reached, deadline = threading.Event(), Deadline(DEADLINE_S)
         self.at(lambda now_s: reached.set())
-        if not reached.wait(DEADLINE_S):
-            raise CapricornError(f"the device has not come to the end of an iteration within {DEADLINE_S:.0f} s")
+        while not reached.wait(CHECK_S):
+            self.check()
+            if not deadline.left_s:
+                raise CapricornError(f"the device has not come to the end of an iteration within {DEADLINE_S:.0f} s")
+
+    def check(self) -> None:
+        self._thread.check()
 
     def close(self) -> None:
         self._marks.put(None)

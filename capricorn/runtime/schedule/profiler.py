@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from capricorn.hooks import OpKey
 from capricorn.planner.profile import IterationProfile
+from capricorn.runtime.comm.collectives import finish, waiting_for
 from capricorn.runtime.schedule.op_clock import Clock
 from capricorn.units import Seconds
 
@@ -61,7 +62,8 @@ class Profiler:
         shift_s = -self._start_s if offset_s is None else offset_s
         mine = torch.tensor([offset_s is not None, *(time_s + shift_s for time_s in times)], dtype=torch.float64)
         rows = [torch.empty_like(mine) for _ in range(self._world_size)]
-        work = dist.all_gather(rows, mine, group=self._group, async_op=True)
+        with waiting_for(self._group, self._what(self._iteration)):
+            work = dist.all_gather(rows, mine, group=self._group, async_op=True)
         assert work is not None
         self._shared, self._iteration = (self._iteration, ops, work, rows), None
         return tuple(ops)
@@ -71,7 +73,7 @@ class Profiler:
         if self._shared is None:
             return None
         (iteration, ops, work, rows), self._shared = self._shared, None
-        work.wait()
+        finish(self._group, work, self._what(iteration))
         zero_s = _zeros(rows)
         starts_s = tuple(float(row[1]) - zero for row, zero in zip(rows, zero_s, strict=True))
         begins_s, ends_s = (
@@ -79,6 +81,9 @@ class Profiler:
             for part in (slice(2, 2 + len(ops)), slice(2 + len(ops), None))
         )
         return IterationProfile(iteration, tuple(ops), begins_s, ends_s, tokens, starts_s)
+
+    def _what(self, iteration: int) -> str:
+        return f"the others' profiles of iteration {iteration}"
 
     def _start(self, now_s: Seconds) -> None:
         self._start_s = now_s

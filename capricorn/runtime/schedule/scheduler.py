@@ -155,6 +155,15 @@ class Scheduler(TrainerHook):
         taken.risk, taken.drift, taken.idle_s = self._plan.risk, self._planner.drift, self._idle_s
         return taken
 
+    def check(self) -> None:
+        """Tells whether its threads still run.
+
+        Raises:
+            CapricornError: one has ended, and why.
+        """
+        self._clock.check()
+        self._signals.check()
+
     def close(self) -> None:
         """Ends threads, and lets everything pass."""
         self._clock.close()

@@ -6,6 +6,8 @@ copies this node keeps owner<r>.json (the layout of its state) and two slots. It
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -14,7 +16,8 @@ import shutil
 import stat
 import sys
 import tempfile
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -22,15 +25,25 @@ from pydantic import ValidationError
 
 from capricorn.config.fields import FrozenModel
 from capricorn.errors import ConfigError, StoreError
-from capricorn.runtime.store.slot import AUDIT_EVENT, COMPLETE, Layout, Slot, read_header
+from capricorn.runtime.store.slot import AUDIT_EVENT, COMPLETE, Header, Layout, Slot, enlarge, read_header
 from capricorn.sizing.memory import NUM_SLOTS
 from capricorn.systems.interface import Copy
 from capricorn.topology import Topology
-from capricorn.units import Bytes
+from capricorn.units import Bytes, Seconds
 
 RUN_PREFIX: Final = "capricorn-"
 _FORMAT = 1
+LOCK: Final = "lock"
+LOCK_TIMEOUT_S: Final[Seconds] = 5.0
+PAUSE_S: Final[Seconds] = 0.005
+"""Between two tries to take a lock."""
+LOOKS: Final = 3
+"""Tries after which a lock is taken to be held for good."""
+STARTING_S: Final[Seconds] = 0.05
+"""A run that starts has locked its folder by then."""
 _NODE = "node.json"
+_NODE_NAME = re.compile(r"node\d+")
+_ODD_NAME = re.compile(r"\..*-[0-9a-f]{4}", re.DOTALL)
 _SLOT_NAME = re.compile(r"owner(\d+)\.slot\d+")
 
 
@@ -101,17 +114,37 @@ class NodeStore:
     def open_slots(self, owner: int, layout: Layout, num_slots: int = NUM_SLOTS) -> list[Slot]:
         """Returns the slots of an owner; those that are missing are made, and what survives in the others is kept.
 
-        One more slot than usual allows one of them to be pinned.
+        One more slot than usual allows one of them to be pinned. Copies of the same layout that are smaller, since the
+        small values had less room, are enlarged.
 
         Raises:
             StoreError: there is no room, or they hold a state of another layout.
         """
         if owner not in self._slots:
-            paths = [self.folder / f"owner{owner}.slot{k}" for k in range(num_slots)]
+            paths = [self._slot_path(owner, number) for number in range(num_slots)]
+            for path in paths:
+                self._fit(path, owner, layout)
             self._slots[owner] = [Slot(path, owner, layout) for path in paths]
         return self._slots[owner]
 
-    def begin(self, owner: int, iteration: int, keep: int, attempt: int = 0) -> Slot:
+    def complete_headers(self, owner: int) -> list[Header]:
+        """Returns the headers of the complete copies of an owner that lie here, of whatever layout."""
+        headers = [header for copy in self.inventory() if copy.owner == owner and (header := read_header(copy.path))]
+        return [header for header in headers if header.state == COMPLETE]
+
+    def _slot_path(self, owner: int, number: int) -> Path:
+        return self.folder / f"owner{owner}.slot{number}"
+
+    def _fit(self, path: Path, owner: int, layout: Layout) -> None:
+        """Makes a slot file one of that layout, if nothing in it is lost by that."""
+        if not path.exists() or (header := read_header(path)) is None or header.layout == layout:
+            return
+        if header.state != COMPLETE:
+            path.unlink()
+        elif header.layout == replace(layout, payload_bytes=header.layout.payload_bytes):
+            enlarge(path, owner, layout)
+
+    def begin(self, owner: int, iteration: int, keep: int | None, attempt: int = 0) -> Slot:
         """Returns the slot to write an iteration into: never one that is pinned, nor the one that holds `keep`.
 
         A damaged slot is taken first, then the oldest.
@@ -121,14 +154,49 @@ class NodeStore:
         Args:
             owner: whose state is written.
             iteration: of that state.
-            keep: the newest iteration that is complete on all ranks; 0 is none.
+            keep: the newest iteration that is complete on all ranks; None if there is none.
             attempt: counts the starts of the job.
         """
-        kept = self.read(owner, keep) if keep else None
+        kept = self.read(owner, keep) if keep is not None else None
         free = (slot for slot in self._slots[owner] if slot is not kept and slot not in self._pinned)
         slot = min(free, key=_age)
         slot.begin(iteration, attempt)
         return slot
+
+    def receive(self, owner: int, iteration: int, keep: int | None, attempt: int = 0) -> Slot:
+        """Returns a slot to write an iteration into that is not verified yet, and may prove damaged half way.
+
+        No complete copy is given up for it: where all slots hold one, it is a spare that nobody finds, until `adopt`.
+        Without room for a spare the oldest one but `keep` is given up.
+
+        Args:
+            owner: whose state is written.
+            iteration: of that state.
+            keep: the iteration that is taken if this one proves damaged; None if there is none.
+            attempt: counts the starts of the job.
+        """
+        slots = self._slots[owner]
+        if all(slot.is_complete or slot in self._pinned for slot in slots):
+            path = self.folder / f"owner{owner}.spare"
+            with contextlib.suppress(StoreError):
+                path.unlink(missing_ok=True)
+                spare = Slot(path, owner, slots[0].layout)
+                path.unlink()  # its memory lives as long as it is mapped
+                spare.begin(iteration, attempt)
+                return spare
+        return self.begin(owner, iteration, keep, attempt)
+
+    def adopt(self, copy: Slot, keep: int | None = None) -> None:
+        """Puts a verified, complete copy from `receive` into one of its owner's slots, the oldest but `keep`."""
+        header = copy.header
+        if copy in self._slots[copy.owner] or header is None:
+            return
+        slot = self.begin(copy.owner, header.iteration, keep, header.attempt)
+        slot.payload[:] = copy.payload
+        for index in range(slot.layout.num_blocks):
+            slot.table[index] = copy.table[index]
+        slot.commit()
+        copy.close()
 
     def commit(self, copy: Slot) -> None:
         copy.commit()
@@ -153,13 +221,20 @@ class NodeStore:
         headers = (slot.header for slot in self._slots[owner] if slot.is_complete)
         return [header.iteration for header in headers if header is not None]
 
-    def forget_after(self, iteration: int) -> None:
-        """Empties the slots of later iterations: after a rollback they belong to an abandoned future."""
+    def forget_after(self, iteration: int | None) -> None:
+        """Empties the slots of later iterations, None for all: after a rollback they belong to an abandoned future."""
         for slots in self._slots.values():
             for slot in slots:
                 header = slot.header
-                if header is None or header.iteration > iteration:
+                if header is None or iteration is None or header.iteration > iteration:
                     slot.abort()
+
+    def read_manifest(self, owner: int) -> dict[str, Any]:
+        """Returns the layout of an owner's state; empty if it is not there or does not read."""
+        try:
+            return _read_json(self.manifest_path(owner))
+        except StoreError:
+            return {}
 
     def manifest_path(self, owner: int) -> Path:
         """Returns the file that holds the layout of that owner's state."""
@@ -243,26 +318,69 @@ class RunLock:
         self.folder = root / (RUN_PREFIX + run_id)
         unborn = root / f".{self.folder.name}"
         try:
-            # It gets its name once it is locked, so that `clean` never takes a run that starts for a leftover.
-            unborn.mkdir(mode=0o700)
-            self._fd = os.open(unborn / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            unborn.rename(self.folder)
+            # It gets its name once it is locked, so that nobody takes a run that starts for a leftover.
+            self._fd = lock_folder(unborn, fcntl.LOCK_EX)
+            try:
+                unborn.rename(self.folder)
+            except OSError:
+                shutil.rmtree(unborn, ignore_errors=True)
+                os.close(self._fd)
+                raise
         except OSError as error:
             raise StoreError(f"cannot make the store {self.folder}: {error.strerror}; set store.root") from None
 
     def release(self, *, keep: bool) -> None:
         """Removes the folder, unless it is to be kept, and gives up the lock."""
         if not keep:
+            # The lock goes last: what is half removed is no leftover either.
+            for path in self.folder.iterdir() if self.folder.is_dir() else ():
+                if path.name != LOCK:
+                    shutil.rmtree(path, ignore_errors=True)
             shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self._fd)
 
 
+def lock_folder(folder: Path, kind: int) -> int:
+    """Makes a folder if it is not there and takes its lock, of that kind of flock's; returns the lock's descriptor.
+
+    Who only looks at the folder holds the lock for a moment, and may remove the folder before it is locked: it is
+    tried again.
+
+    Raises:
+        OSError: it cannot be made, or another process holds the lock.
+        StoreError: it is not ours alone.
+    """
+    deadline_s = time.monotonic() + LOCK_TIMEOUT_S
+    while True:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # it has just been removed
+            _refuse_foreign(folder)
+            fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            if _takes(fd, kind) and _is_file_of(fd, folder / LOCK):
+                return fd
+            os.close(fd)
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(errno.ETIMEDOUT, "another process holds its lock")
+        time.sleep(PAUSE_S)
+
+
 def find_stores(root: Path) -> list[StoreFolder]:
-    """Returns the stores of all runs below a root, live or left over, sorted by name."""
-    named = [path for pattern in ("*", ".*") for path in root.glob(pattern) if path.is_dir() and not path.is_symlink()]
-    # A name with a dot is that of a run which was killed before its folder was locked and renamed.
-    return [_describe(path) for path in sorted(named) if path.name.removeprefix(".").startswith(RUN_PREFIX)]
+    """Returns the stores of all runs below a root, live or left over, sorted by name; one that vanishes is left out."""
+    with contextlib.suppress(FileNotFoundError), os.scandir(root) as entries:
+        paths = sorted(Path(entry) for entry in entries if entry.is_dir(follow_symlinks=False) and _is_store(entry))
+        return [store for store in map(store_at, paths) if store is not None]
+    return []
+
+
+def store_at(path: Path) -> StoreFolder | None:
+    """Returns what the folder of a run holds; None if it is not there, or no more."""
+    is_live = _is_live(path)
+    files = [Path(folder) / name for folder, folders, names in os.walk(path) for name in (*folders, *names)]
+    nodes = tuple(sorted(each for each in files if each.parent == path and _NODE_NAME.fullmatch(each.name)))
+    size = sum(map(_allocated, (path, *files)))
+    if not path.is_dir():
+        return None
+    return StoreFolder(path, path.name.removeprefix(".").removeprefix(RUN_PREFIX), is_live, nodes, size)
 
 
 def remove_store(folder: StoreFolder) -> None:
@@ -270,40 +388,92 @@ def remove_store(folder: StoreFolder) -> None:
 
     Raises:
         StoreError: its run is alive.
+        OSError: it cannot be removed.
     """
-    if _is_locked(folder.path / "lock"):
-        raise StoreError(f"{folder.path} belongs to a live run; stop it first")
-    shutil.rmtree(folder.path)
+    path = folder.path
+    try:
+        fd = os.open(path / LOCK, os.O_RDWR | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        _remove_unlocked(path)
+        return
+    try:
+        if not _takes(fd, fcntl.LOCK_EX):
+            raise StoreError(f"{path} belongs to a live run; stop it first")
+        shutil.rmtree(path)
+    finally:
+        os.close(fd)
 
 
-def _describe(path: Path) -> StoreFolder:
-    nodes = tuple(sorted(node for node in path.glob("node*") if node.is_dir()))
-    size = sum(map(_allocated, path.rglob("*")))
-    run_id = path.name.removeprefix(".").removeprefix(RUN_PREFIX)
-    return StoreFolder(path, run_id, _is_locked(path / "lock"), nodes, size)
+def _remove_unlocked(path: Path) -> None:
+    """Removes a folder without a lock. A run that starts there finds it gone, and makes it anew."""
+    try:
+        path.rmdir()
+    except FileNotFoundError:
+        return
+    except OSError:
+        if (path / LOCK).exists():
+            raise StoreError(f"{path} belongs to a run that has just started") from None
+        shutil.rmtree(path)
+
+
+def _is_store(entry: os.DirEntry[str]) -> bool:
+    """Returns whether a folder is a run's, by its name; with a dot it is one that was killed before it was locked.
+
+    Version 0.2 made folders of other names for models with a slash in theirs, with nothing in them but the lock.
+    """
+    if entry.name.removeprefix(".").startswith(RUN_PREFIX):
+        return True
+    if not _ODD_NAME.fullmatch(entry.name):
+        return False
+    with contextlib.suppress(OSError):
+        return os.listdir(entry) == [LOCK] and entry.stat(follow_symlinks=False).st_uid == os.geteuid()
+    return False
+
+
+def _is_live(path: Path) -> bool:
+    if _is_locked(path / LOCK):
+        return True
+    if (path / LOCK).exists() and not path.name.startswith("."):
+        return False
+    time.sleep(STARTING_S)  # it may be about to be locked and then get its name, or about to be gone
+    return _is_locked(path / LOCK)
 
 
 def _allocated(path: Path) -> Bytes:
     try:
         return 512 * path.lstat().st_blocks
-    except FileNotFoundError:  # its run has just ended
+    except OSError:  # its run has just ended, or it is another user's
         return 0
 
 
 def _is_locked(lock: Path) -> bool:
     try:
-        fd = os.open(lock, os.O_RDWR)
+        fd = os.open(lock, os.O_RDWR | os.O_NOFOLLOW)
     except PermissionError:
         return True  # another user's, and not ours to judge
     except OSError:
         return False
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        for _ in range(LOOKS):  # another one may be looking at the same moment
+            if _takes(fd, fcntl.LOCK_EX):
+                return False
+            time.sleep(PAUSE_S)
     finally:
         os.close(fd)
-    return False
+    return True
+
+
+def _takes(fd: int, kind: int) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_file_of(fd: int, path: Path) -> bool:
+    """Returns whether the open file still has that name; raises FileNotFoundError if nothing has."""
+    return os.path.samestat(os.fstat(fd), path.lstat())
 
 
 def _refuse_foreign(folder: Path) -> None:

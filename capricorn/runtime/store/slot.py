@@ -238,6 +238,35 @@ class Slot:
         self._map[: len(packed)] = packed
 
 
+def enlarge(path: Path, owner: int, layout: Layout) -> None:
+    """Gives a copy the further bytes of a larger layout, all zero; one that is damaged is removed.
+
+    If this is interrupted, the copy remains as it was.
+
+    Raises:
+        StoreError: there is no room for both at once.
+    """
+    header = read_header(path)
+    assert header is not None
+    larger = path.with_name(f".{path.name}")
+    larger.unlink(missing_ok=True)
+    old = Slot(path, owner, header.layout, create=False)
+    try:
+        if old.damaged_block() is not None:
+            path.unlink()
+            return
+        new = Slot(larger, owner, layout)
+        new.begin(header.iteration, header.attempt)
+        new.payload[: header.layout.payload_bytes] = old.payload
+        for index in range(layout.num_blocks):
+            new.table[index] = checksum(new.payload[layout.block(index)])
+        new.commit()
+        new.close()
+        larger.replace(path)
+    finally:
+        old.close()
+
+
 def _is_cut(fd: int, layout: Layout) -> bool:
     """Tells whether a file without the size of that layout has nothing to lose: it is new, or was cut short."""
     # Whoever is killed while it claims the memory, which takes a while, leaves an empty file.
