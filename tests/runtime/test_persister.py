@@ -93,7 +93,7 @@ def stop_the_writer(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
     complaint = complaint_of(system)
     system.close()
     loaded = me.attach(root, 1)
-    assert PersistentTier(loaded.job, root, loaded._store, me.state.entries).obtain(2, 0) == ""  # type: ignore[arg-type]
+    assert PersistentTier(loaded.job, root, loaded._store, me.state).obtain(2, 0) == ""  # type: ignore[arg-type]
     slot = loaded._store.read(rank, 2)  # type: ignore[union-attr]
     assert slot is not None
     me.state.load(payload_of(slot))
