@@ -16,7 +16,7 @@ from capricorn.config.fields import validate
 from capricorn.config.presets import MODELS
 from capricorn.config.resolve import load_model, parse_ckpt
 from capricorn.config.scenario import LaunchConfig, Scenario, SystemConfig, TrainConfig
-from capricorn.errors import ConfigError
+from capricorn.errors import ConfigError, note_once
 from capricorn.systems.settings import override
 
 TINY = Scenario(model=load_model("mixtral-tiny"))
@@ -74,7 +74,7 @@ def test_overrides_take_the_type_of_their_field() -> None:
 def test_a_key_of_an_earlier_version_still_sets_its_field_and_says_so(
     old: str, new: str, text: str, value: object, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    resolve._note_once.cache_clear()
+    note_once.cache_clear()
     system = "torchsnapshot" if "medium" in old else "gemini"
     changed = override(TINY, [f"system.name={system}", f"{old}={text}"])
     assert flat_settings(changed)[new] == value

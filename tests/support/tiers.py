@@ -157,14 +157,16 @@ def load(rank: int, world_size: int, folder: str, model: str = MODEL) -> dict[st
     """Restores from disk; what came of it, or what was said against it."""
     me = Rank(rank, world_size, Path(folder), model)
     before = me.state.content_digest()
-    system = me.attach(Path(folder) / "tier")
+    system = None
     try:
+        system = me.attach(Path(folder) / "tier")
         report = system.restore()
     except CapricornError as error:
         is_untouched = me.state.content_digest() == before
         return {"error": f"{type(error).__name__}: {error}", "is_untouched": is_untouched}
     finally:
-        system.close()
+        if system is not None:
+            system.close()
     return {
         "iteration": report.iteration,
         "sources": list(report.sources),
