@@ -25,7 +25,9 @@ HELP = {
 
 def console() -> Console:
     """Returns a console on the present stdout; plain and 80 wide when that is a pipe."""
-    return Console(highlight=False)
+    out = Console(highlight=False)
+    out.width = out.width or 80  # with COLUMNS=0 it would print nothing
+    return out
 
 
 def print_json(value: Any) -> None:
