@@ -73,20 +73,20 @@ class CampaignRunner:
         with Interrupts() as interrupts, self._place:
             asked = [case for case in self.record.cases if self._number in (None, case.number)]
             left = [case for case in asked if case.judgement is None]
-            for testbed, system in self._missing_undisturbed(left):
-                interrupts.check()
-                self._run_undisturbed(testbed, system)
             for case in left:
+                for system in self._without_reference(case.testbed, left):
+                    interrupts.check()
+                    self._run_undisturbed(case.testbed, system)
                 interrupts.check()
                 self._run_case(case)
 
     # --- without a failure ---------------------------------------------------------------------------------------
 
-    def _missing_undisturbed(self, left: Sequence[Case]) -> list[tuple[TestbedName, str]]:
-        done = {(run.testbed, run.system) for run in self.record.undisturbed}
-        needed = dict.fromkeys((case.testbed, case.system) for case in left)
-        missing = (each for each in needed if each not in done)
-        return sorted(missing, key=lambda each: place_of(each[0]) != AS_CONFIGURED)
+    def _without_reference(self, testbed: TestbedName, left: Sequence[Case]) -> list[str]:
+        """Returns the systems that have cases there and have not yet run there without a failure."""
+        done = {run.system for run in self.record.undisturbed if run.testbed == testbed}
+        needed = dict.fromkeys(case.system for case in left if case.testbed == testbed)
+        return [system for system in needed if system not in done]
 
     def _run_undisturbed(self, testbed: TestbedName, system: str) -> None:
         scenario = self.record.undisturbed_scenario(testbed, system)

@@ -15,7 +15,7 @@ from capricorn.units import Seconds
 
 MAX_CALL = 12
 """Changes of the store: about as many as an iteration of a small model makes."""
-LATE = 8
+LATE = 9
 """Tenths of the iterations after which the persistent tier is hit, so that there is something on it."""
 FIRST, MARGIN = 2, 2
 """Iterations in which faults are injected: from the second on, and so many before the last."""

@@ -199,6 +199,7 @@ def _fill_disk(fault: FaultSpec, context: FaultContext) -> None:
 
 
 def _fill_records(fault: FaultSpec, context: FaultContext) -> None:
+    filler_file.note(context.job.store_dir, context.job.run_dir)
     filler_file.fill(context.job.run_dir)
 
 

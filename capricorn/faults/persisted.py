@@ -18,8 +18,8 @@ from capricorn.units import Seconds
 
 MANIFESTS: Final = ("commit.json", "capricorn.json")
 """What makes a folder of the persistent tier a checkpoint."""
-PATIENCE_S, MOST_S = 5.0, 20.0
-"""How long a run is held up at most before an iteration, and all in all: less than a rank waits for another one."""
+PATIENCE_S, MOST_S = 15.0, 45.0
+"""How long a run is held up at most before an iteration, and all in all: each time less than ranks wait for others."""
 POLL_S: Final[Seconds] = 0.02
 _NAME = re.compile(r"iteration-(\d+)")
 

@@ -131,6 +131,14 @@ def test_ctrl_c_keeps_what_is_done_and_leaves_nothing(tmp_path: Path) -> None:
         (["--case", "99"], "--case 99: there is none; they go from 0 to 15"),
         (["--systems", "none", "--kinds", "corrupt"], "none of these failures can happen here: none keeps no copies"),
         (["--resume", "/nowhere", "--count", "3"], "--count contradicts --resume"),
+        (["--shapes", "2by1"], "--shapes '2by1' is no shape; write nodes x ranks of each, as in 2x1,3x1"),
+        (["--shapes", "2x0"], "--shapes '2x0' is no shape"),
+        (["--shapes", "2x1,1x1"], "--shapes 1x1: --replicas 2 needs as many nodes, there are 1"),
+        (["--shapes", "2x1", "--nodes", "3"], "--shapes says on which nodes drawn failures come; leave out --nodes"),
+        (["--shapes", "2x1", "--fault", "kill-all@iteration=3"], "leave out --fault"),
+        (["--shapes", "2x1", "--mtbf", "5s"], "--shapes is for single cases"),
+        (["--fault", "pause@iteration=3,seconds=0"], "nobody would be there to end it; use seconds=S"),
+        (["--fault", "clock-jump@rank=1,iteration=3,where=up"], "where=up is none of ahead, back"),
     ],
 )
 def test_a_mistake_is_told_in_one_line_before_anything_is_written(
