@@ -26,7 +26,8 @@ HELP = {
 def console() -> Console:
     """Returns a console on the present stdout; plain and 80 wide when that is a pipe."""
     out = Console(highlight=False)
-    out.width = out.width or 80  # with COLUMNS=0 it would print nothing
+    if not out.width:  # with COLUMNS=0 it would print nothing
+        out.width = 80
     return out
 
 

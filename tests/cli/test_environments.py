@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.sizing.test_memory_limit import real_cgroup
 from tests.support.runs import DEADLINE_S, LiveRun, Run, assert_ok, run
 
 SCRIPT = (str(Path(sys.executable).with_name("capricorn-bench")),)
@@ -208,3 +210,22 @@ def test_it_works_or_says_in_one_line_why_not_and_leaves_nothing(name: str, fold
     assert_ok(ended)
     assert ended.stderr == ""
     assert last_loss(ended) == loss
+
+
+@pytest.mark.slow
+def test_what_nohup_started_goes_on_when_the_terminal_closes(folder: Path) -> None:
+    with LiveRun(folder, "--iterations", "60", prefix=("nohup",), program=SCRIPT) as live:
+        live.wait_iteration(2)
+        live.interrupt(signal.SIGHUP)
+        assert_ok(live.finish())
+
+
+@pytest.mark.slow
+def test_little_memory_of_a_container_is_told_before_anything_starts(folder: Path) -> None:
+    with real_cgroup(300_000_000) as group:
+        prefix = ("bash", "-ec", f'echo $$ > {group}/cgroup.procs; exec "$@"', "bash")
+        ended = run(folder, *SHORT, prefix=prefix)
+    assert ended.exit_code == 2
+    assert fnmatchcase(ended.stderr, "error: host memory: this run needs *")
+    assert len(ended.stderr.splitlines()) == 1
+    assert not list(folder.iterdir())
