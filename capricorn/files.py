@@ -105,6 +105,11 @@ def read_text(path: Path) -> str:
     return read_bytes(path).decode()
 
 
+def memory_file() -> BinaryIO:
+    """Returns a file without a name, in memory: unlike a temporary one it needs no folder that may be written."""
+    return os.fdopen(os.memfd_create("capricorn"), "w+b")
+
+
 def write_text(path: Path, text: str) -> None:
     """Writes a file so that a reader sees the old one or the new one, never a part.
 
