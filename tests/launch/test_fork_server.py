@@ -101,15 +101,19 @@ def test_all_phases_of_a_recovery_are_in_the_record(tmp_path: Path) -> None:
     assert recovery.first_iteration_s > 0
 
 
-def test_the_end_of_the_fork_server_ends_the_run_in_one_line(tmp_path: Path) -> None:
-    with LiveRun(tmp_path, "--iterations", "400") as live:
+def test_a_fork_server_that_dies_is_replaced_and_the_run_goes_on_from_the_memory_of_the_nodes(
+    tmp_path: Path, reference: Run
+) -> None:
+    with LiveRun(tmp_path) as live:
         live.wait_iteration(5)
         (server,) = (p for p in children_of(live.process.pid, recursive=False) if "fork_server" in command_of(p))
         server.kill()
         ended = live.finish()
-    assert ended.exit_code == 1
-    assert ended.stderr.strip().splitlines()[-1].startswith("error: the process that forks the workers has ended")
-    assert "Traceback" not in ended.stderr
+    assert_ok(ended)
+    assert_same_losses(ended, reference)
+    assert "has ended: " in ended.stderr
+    assert "another one takes its place" in ended.stderr
+    assert set(ended.sources[-1]) == {"local"}
 
 
 def test_one_fork_server_serves_many_and_ends_all_of_them_with_it(tmp_path: Path) -> None:
