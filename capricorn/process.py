@@ -16,7 +16,6 @@ import contextlib
 import ctypes
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -109,11 +108,13 @@ class Child(Protocol):
 
 def kill_child(child: Child, name: str) -> None:
     """Kills a child and waits for its end; names one that does not end even so, and leaves it."""
+    from subprocess import TimeoutExpired  # who has a child has it; a process that enters a namespace must stay small
+
     with contextlib.suppress(ProcessLookupError):
         child.kill()
     try:
         child.wait(KILL_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
+    except TimeoutExpired:
         tell_undead(name, getattr(child, "pid", 0))
 
 

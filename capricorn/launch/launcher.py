@@ -251,13 +251,8 @@ class RunLoop:
                 self._tell_listener()
             finally:
                 self._reverter.close()
-            self._write_cpu(meter)
-
-    def _write_cpu(self, meter: CpuMeter) -> None:
-        try:
-            append(self._job.run_dir / CPU, meter.sample())
-        except RecordError as error:  # in the place of what has ended the run it would hide it
-            note_once(str(error))
+            with contextlib.suppress(RecordError):  # it would hide what has ended the run; the record comes next
+                append(self._job.run_dir / CPU, meter.sample())
 
     def _measure_links(self) -> None:
         num_nodes = self._job.scenario.cluster.nodes
@@ -267,9 +262,8 @@ class RunLoop:
 
     def _check_fatal(self) -> None:
         """Raises CapricornError if a rank has said that starting again cannot help."""
-        fatal = self._job.fatal
-        if fatal.exists() and (text := fatal.read_text(encoding="utf-8")):
-            raise CapricornError(f"the run cannot go on: {text}")
+        if why := self._job.fatal():
+            raise CapricornError(f"the run cannot go on: {why}")
 
     def _tell_listener(self) -> tuple[list[IterationSample], list[EventSample]]:
         """Tells the listener what is new, and returns it."""
@@ -304,7 +298,7 @@ def _finish_record(
     """Writes the record of a run that has ended, by an error where there is one.
 
     Raises:
-        CapricornError: it cannot be written, and nothing else went wrong.
+        CapricornError: it cannot be written; what ended the run is told first.
     """
     try:
         with named(f"write the results in {job.run_dir}"):
@@ -312,8 +306,10 @@ def _finish_record(
     except CapricornError as unwritten:
         if error is None:
             raise
-        # What came first is the cause of it: it is told, and this after it.
-        note_once(f"the record is not whole: {unwritten}")
+        # What came first may be the cause of it, and is not to be hidden.
+        if isinstance(error, (CapricornError, OSError)):
+            raise CapricornError(f"{error}; and then: {unwritten}") from error
+        note_once(str(unwritten))
 
 
 def _write_record(job: Job, started: datetime) -> None:

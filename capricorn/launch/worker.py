@@ -34,7 +34,6 @@ from capricorn.emulation.route import Links, Route
 from capricorn.errors import CapricornError, ConfigError, NoCompleteCheckpointError, RecordError, TransportError
 from capricorn.faults.injector import FaultInjector
 from capricorn.faults.process_registry import register_worker
-from capricorn.files import write_text
 from capricorn.hooks import HookChain
 from capricorn.launch.launch_messages import AttemptLeft, StartAttempt, TrainingBegan, receive, to_bytes
 from capricorn.launch.nodes import FAILED, UNREACHABLE
@@ -164,7 +163,7 @@ class Worker:
         except RecordError as unwritten:  # the launcher would not hear of the failure, and start again in vain
             is_hopeless, error = True, error if is_hopeless else unwritten
         if is_hopeless:
-            write_text(self._job.fatal, f"{type(error).__name__}: {error}")
+            self._job.say_fatal(f"{type(error).__name__}: {error}")
         self._system.close()
 
     def can_stay(self, error: BaseException) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 from typing import Final
@@ -10,6 +11,7 @@ from pydantic import Field
 
 from capricorn.config.fields import FrozenModel
 from capricorn.config.scenario import Scenario
+from capricorn.errors import CapricornError
 from capricorn.files import write_text
 from capricorn.records.record_file import parse_record, read_json
 from capricorn.units import Seconds
@@ -72,10 +74,17 @@ class Job(FrozenModel):
         """
         return self.epoch_s + time.monotonic()
 
-    @property
-    def fatal(self) -> Path:
-        """Where a rank says why starting again cannot help: beside the store, as the disk of records may be full."""
-        return self.store_dir / FATAL
+    def say_fatal(self, why: str) -> None:
+        """Says why starting again cannot help, for the launcher; beside the store where the disk of records is full."""
+        for folder in (self.run_dir, self.store_dir):
+            with contextlib.suppress(CapricornError):  # without a word the launcher gives up later, and says less
+                write_text(folder / FATAL, why)
+                return
+
+    def fatal(self) -> str:
+        """Returns what a rank said so; empty if none did."""
+        files = (folder / FATAL for folder in (self.run_dir, self.store_dir))
+        return next((text for file in files if file.is_file() and (text := file.read_text(encoding="utf-8"))), "")
 
     def node_dir(self, node: int) -> Path:
         """Returns the folder of a node's part of the store."""

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import eq
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -20,7 +21,7 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 from capricorn.errors import StateChangedError, StateError
 from capricorn.systems import small_values
 from capricorn.systems.small_values import Encoded, aligned
-from capricorn.systems.tensor_bytes import bytes_at, describe, dtype_name, flat_bytes, refusal_in_place
+from capricorn.systems.tensor_bytes import DTYPES, bytes_at, describe, dtype_name, flat_bytes, refusal_in_place
 from capricorn.units import KIB, Bytes, format_bytes
 
 VALUES: Final = "value/all"
@@ -31,6 +32,9 @@ SPARE_BYTES: Final = 4 * KIB
 """Room for small values beyond twice what they take when they are laid out."""
 
 _RESERVED = re.compile(r"(rank\d+/)?" + RESERVED)
+
+_SHAPE, _DTYPE = vars(torch._C.TensorBase)["shape"].__get__, vars(torch._C.TensorBase)["dtype"].__get__
+_COMPLEX = {dtype for dtype in DTYPES.values() if dtype.is_complex}
 
 Values: TypeAlias = Any
 """A tree of plain Python values and tensors, see `small_values`."""
@@ -99,6 +103,34 @@ class _Tensors:
     end: Bytes = 0
 
 
+class _Places:
+    """Where live tensors lie in memory, and as what. Takes a few milliseconds for 10,000 of them."""
+
+    def __init__(self, live: Live) -> None:
+        tensors = list(live.values())
+        self._shapes = [*map(_SHAPE, tensors)]
+        self._others = self._look(live, tensors)
+
+    def hold(self, live: Live) -> bool:
+        """Tells whether these are the same tensors, in the same places."""
+        tensors = list(live.values())
+        try:
+            # A list of shapes would be a list of new containers, of which so many set off the garbage collector.
+            return self._look(live, tensors) == self._others and all(map(eq, map(_SHAPE, tensors), self._shapes))
+        except (AttributeError, TypeError, RuntimeError):  # what is no plain tensor any more
+            return False
+
+    def _look(self, live: Live, tensors: list[Tensor]) -> list[Any]:
+        # Calls of C alone: an attribute of a tensor, looked up in Python, takes twice as long.
+        is_contiguous, dtypes = [*map(Tensor.is_contiguous, tensors)], [*map(_DTYPE, tensors)]
+        found = [list(live), [*map(Tensor.data_ptr, tensors)], dtypes, is_contiguous]
+        if not all(is_contiguous):
+            found.append([tensor.stride() for tensor in tensors])
+        if not _COMPLEX.isdisjoint(dtypes):
+            found.append([tensor.is_conj() for tensor in tensors])
+        return found
+
+
 class FlatState:
     """The state of a rank: live tensors, which change only in the update, and small values, which change at any time.
 
@@ -142,7 +174,7 @@ class FlatState:
         """The live memory of each entry, by key; it is not to be kept beyond the next update."""
         self.runs: list[Run] = []
         live = self._lookup()
-        self._laid, self._places = _lay_out(live, self._further), _places(live)
+        self._laid, self._places = _lay_out(live, self._further), _Places(live)
         self._block_B, self._used_bytes = torch.zeros(0, dtype=torch.uint8), 0
         if capture is not None:
             encoded = Encoded(capture())
@@ -225,7 +257,7 @@ class FlatState:
             StateChangedError: one is of another shape or dtype than was laid out, or the set of them is another.
         """
         live = self._lookup()
-        if _places(live) == self._places:
+        if self._places.hold(live):
             return
         in_order = {key: live[key] for key in self._laid.words if key in live} | dict(live)
         try:
@@ -238,7 +270,7 @@ class FlatState:
                 raise StateChangedError(
                     f"{shown(key)} was {was} when the state was laid out, and is {now}; lay it out and attach it anew"
                 )
-        self._laid, self._places = laid, _places(live)
+        self._laid, self._places = laid, _Places(live)
         self._bind()
 
     def make_room(self, num_bytes: Bytes) -> None:
@@ -331,22 +363,6 @@ def _refuse(key: Any, tensor: Any) -> None:
 def _identity(tensor: Tensor) -> tuple[object, ...]:
     storage = tensor.untyped_storage().data_ptr()
     return storage, tensor.storage_offset(), tensor.dtype, tuple(tensor.shape), tensor.stride()
-
-
-def _places(live: Live) -> list[Any]:
-    """Returns what differs once a tensor, or the set of them, is another in memory; a matter of a millisecond."""
-    tensors = live.values()
-    try:
-        return [
-            list(live),
-            [tensor.data_ptr() for tensor in tensors],
-            [tensor.shape for tensor in tensors],
-            [tensor.stride() for tensor in tensors],
-            [tensor.dtype for tensor in tensors],
-            [tensor.is_conj() or tensor.is_neg() for tensor in tensors],
-        ]
-    except (AttributeError, RuntimeError):  # what is no plain tensor any more is refused by name
-        return []
 
 
 def _refuse_overlap(laid: _Tensors) -> None:

@@ -70,7 +70,7 @@ def prepare(data: DataConfig, vocab_size: int, cache_dir: Path | None = None, *,
 
 def _default_cache_dir() -> Path:
     # Only absolute ones, as XDG's specification has it: the ranks need not share our working folder.
-    cache, home = (os.environ.get(name, "") for name in ("XDG_CACHE_HOME", "HOME"))
+    cache, home = os.environ.get("XDG_CACHE_HOME", ""), os.environ.get("HOME", "")
     if os.path.isabs(cache):
         return Path(cache) / "capricorn-bench"
     try:

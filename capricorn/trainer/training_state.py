@@ -86,8 +86,7 @@ def _check_same_data(saved: Values, batches: Batches) -> None:
 def _position(first: Values, saved: SavedValues, batches: Batches) -> Tensor:
     """Returns the sequences that have been read, so that the next is the first that nobody has read."""
     if "sequences" in first:
-        sequences: Tensor = first["sequences"]
-        return sequences
+        return torch.as_tensor(first["sequences"])
     # Version 0.2 and before counted the batches of each rank, and did not say of which size.
     return torch.tensor(int(first["position"]) * saved.world_size * batches.batch_size)
 

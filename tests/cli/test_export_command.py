@@ -235,11 +235,13 @@ def test_what_was_begun_is_removed_when_a_later_part_fails(
     run = write_run_folder(tmp_path / "run")
     out, figures, trace = tmp_path / "out.md", tmp_path / "new" / "figures", tmp_path / "t.json"
     out.write_text("older")
-    (run / "ops.jsonl").write_text("not an op\n")
+    (run / "ops.jsonl").unlink()
+    (run / "ops.jsonl").mkdir()
     everything = ("export", run, "--out", out, "--figures", figures, "--figure-format", "svg", "--trace", trace)
     assert cli(*everything) == 2
-    assert "ops.jsonl, line 1 is damaged" in capsys.readouterr().err
+    assert "ops.jsonl: it is a folder, not a file" in capsys.readouterr().err
 
+    (run / "ops.jsonl").rmdir()
     (run / "ops.jsonl").write_text("")
 
     def interrupted(*arguments: object) -> None:

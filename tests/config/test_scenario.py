@@ -16,7 +16,7 @@ from capricorn.config.fields import validate
 from capricorn.config.presets import MODELS
 from capricorn.config.resolve import load_model, parse_ckpt
 from capricorn.config.scenario import LaunchConfig, Scenario, SystemConfig, TrainConfig
-from capricorn.errors import ConfigError
+from capricorn.errors import ConfigError, note_once
 from capricorn.systems.settings import override
 
 TINY = Scenario(model=load_model("mixtral-tiny"))
@@ -74,7 +74,7 @@ def test_overrides_take_the_type_of_their_field() -> None:
 def test_a_key_of_an_earlier_version_still_sets_its_field_and_says_so(
     old: str, new: str, text: str, value: object, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    resolve._note_once.cache_clear()
+    note_once.cache_clear()
     system = "torchsnapshot" if "medium" in old else "gemini"
     changed = override(TINY, [f"system.name={system}", f"{old}={text}"])
     assert flat_settings(changed)[new] == value
@@ -217,8 +217,8 @@ def test_a_fault_is_spelled_as_it_was_read(text: str) -> None:
         ("kill@rank=1,iteration=2,op=lunch", "unknown moment 'lunch'"),
         ("kill@rank=1,node=1,iteration=2", "takes rank="),
         ("kill-all@rank=1,iteration=2", "takes neither rank= nor node="),
-        ("corrupt@rank=1,iteration=2,where=moon", "where=moon is none of slot, replica, wire, disk"),
-        ("truncate@rank=1,iteration=2,where=wire", "where=wire is none of slot, replica, disk"),
+        ("corrupt@rank=1,iteration=2,where=moon", "where=moon is none of slot, replica, previous, wire, disk"),
+        ("truncate@rank=1,iteration=2,where=wire", "where=wire is none of slot, replica, previous, disk"),
         ("kill@rank=1,iteration=2,seconds=3", "kill takes no seconds="),
         ("kill@rank=1,iteration=2,call=3", "kill takes no call="),
         ("torn-commit@rank=1,iteration=2,call=0", "call = '0'"),

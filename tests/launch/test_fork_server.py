@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -125,7 +124,7 @@ def test_one_fork_server_serves_many_and_ends_all_of_them_with_it(tmp_path: Path
 
 
 def test_a_fork_server_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(fork_client, "PYTHON", (str(tmp_path / "python"),))
     (tmp_path / "python").write_text("#!/bin/sh\necho 'no torch here' >&2\nexit 3\n")
     (tmp_path / "python").chmod(0o755)
     with ForkServer() as server, pytest.raises(CapricornError, match="no torch here"):
@@ -139,7 +138,7 @@ def test_a_fork_server_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatc
 def test_a_fork_server_that_owes_an_answer_is_ended_soon_if_it_is_stopped_and_later_if_not(
     constant: str, number: signal.Signals, told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(fork_client, "PYTHON", (str(tmp_path / "python"),))
     (tmp_path / "python").write_text("#!/bin/sh\nexec sleep 60\n")
     (tmp_path / "python").chmod(0o755)
     monkeypatch.setattr(fork_client, constant, 0.3)
@@ -153,7 +152,7 @@ def test_a_fork_server_that_owes_an_answer_is_ended_soon_if_it_is_stopped_and_la
 def test_a_fork_server_that_says_much_while_it_imports_does_not_block(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(fork_client, "PYTHON", (str(tmp_path / "python"),))
     (tmp_path / "python").write_text("#!/bin/sh\nhead -c 1000000 /dev/zero | tr '\\0' x >&2\necho >&2\necho done >&2\n")
     (tmp_path / "python").chmod(0o755)
     with ForkServer() as server, pytest.raises(CapricornError, match="has ended: done"):

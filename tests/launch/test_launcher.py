@@ -95,7 +95,7 @@ class Stage:
 
     def be_hopeless(self, why: str) -> Callable[[], object]:
         """An act: a rank says why starting again cannot help."""
-        return lambda: self.job.fatal.write_text(why)
+        return lambda: self.job.say_fatal(why)
 
     def with_full_disk(self, act: Callable[[], object]) -> Callable[[], None]:
         """An act while no record of samples can grow by a whole line."""
@@ -256,19 +256,37 @@ def test_a_record_that_cannot_be_written_is_one_line(stage: Stage, monkeypatch: 
     assert not list(stage.stores.iterdir())
 
 
-@pytest.mark.parametrize("end", [CapricornError("the first"), OSError("the first"), KeyboardInterrupt("the first")])
+@pytest.mark.parametrize("end", [CapricornError("the first"), OSError("the first")])
 def test_a_record_that_cannot_be_written_does_not_hide_what_ended_the_run(
-    end: BaseException, stage: Stage, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    end: Exception, stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def act() -> None:
         raise end
 
     monkeypatch.setattr("capricorn.launch.launcher.write_recoveries", refuse)
-    with pytest.raises((CapricornError, KeyboardInterrupt), match="the first"):
+    with pytest.raises(CapricornError, match=r"^the first; and then: cannot write the results in .*: No space left"):
         stage.launch(stage.iterate(1), act)
-    (note,) = capsys.readouterr().err.splitlines()
-    assert note.startswith("note: the record is not whole: cannot write the results in ")
     assert not list(stage.stores.iterdir())
+
+
+def test_an_interrupt_stays_one_where_the_record_cannot_be_written(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("capricorn.launch.launcher.write_recoveries", refuse)
+    with pytest.raises(KeyboardInterrupt):
+        stage.launch(stage.iterate(1), lambda: signal.raise_signal(signal.SIGINT), stage.iterate(2))
+    assert capsys.readouterr().err.startswith("note: cannot write the results in ")
+
+
+@pytest.mark.parametrize("full", ["out", "stores"])
+def test_last_words_go_where_there_is_room(full: str, stage: Stage) -> None:
+    def act() -> None:
+        folder = stage.job.run_dir if full == "out" else stage.job.store_dir
+        (folder / "fatal.txt").mkdir()  # no file can take its place
+        stage.be_hopeless("no room")()
+
+    with pytest.raises(CapricornError, match=r"^the run cannot go on: no room$"):
+        stage.launch(act)
 
 
 def test_the_disk_that_is_full_is_told_by_the_rank_that_met_it_first(stage: Stage) -> None:

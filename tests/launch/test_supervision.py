@@ -19,7 +19,7 @@ from tests.support.namespaces import refusal
 from tests.support.processes import children_of, command_of
 from tests.support.runs import LiveRun, Run, assert_ok, assert_same_losses, polls, run
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 SLOW = pytest.mark.slow
 SHORT = ("--iterations", "8", "--warmup", "2")
@@ -38,7 +38,7 @@ storage = "nvme-gen4"
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """An undisturbed run."""
-    return run(tmp_path_factory.mktemp("reference"), "--iterations", "60")
+    return run(tmp_path_factory.mktemp("reference"), "--iterations", "30")
 
 
 def failures(events: list[EventSample]) -> list[str]:
@@ -48,6 +48,11 @@ def failures(events: list[EventSample]) -> list[str]:
 def pid_of(live: LiveRun, rank: int) -> int:
     started = [event for event in live.events() if event.event == "started" and event.rank == rank]
     return int(started[-1].detail.removeprefix("pid "))
+
+
+def wait_until_it_trains(live: LiveRun) -> None:
+    """Also where torchrun starts the ranks on a busy machine, as each of its processes imports torch anew."""
+    live.wait(lambda: any(sample.iteration >= 5 for sample in live.samples()), "iteration 5", deadline_s=150.0)
 
 
 def child(live: LiveRun, module: str) -> psutil.Process:
@@ -104,12 +109,12 @@ def stop(processes: list[psutil.Process], number: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize(
-    "after", [pytest.param(5, id="while it trains"), pytest.param(0, id="while it starts", marks=SLOW)]
+    "is_training", [pytest.param(True, id="while it trains"), pytest.param(False, id="while it starts", marks=SLOW)]
 )
-def test_a_pause_of_the_whole_job_is_nobodys_fault(after: int, tmp_path: Path, reference: Run) -> None:
-    with LiveRun(tmp_path, "--iterations", "60", "--set", "launch.frozen_s=1") as live:
-        if after:
-            live.wait_iteration(after)
+def test_a_pause_of_the_whole_job_is_nobodys_fault(is_training: bool, tmp_path: Path, reference: Run) -> None:
+    with LiveRun(tmp_path, "--iterations", "30", "--set", "launch.frozen_s=1") as live:
+        if is_training:
+            wait_until_it_trains(live)
         else:
             live.wait(lambda: any(event.event == "started" for event in live.events()), "the start of a rank")
         processes = live.processes()
@@ -131,8 +136,8 @@ def test_a_pause_of_the_whole_job_is_nobodys_fault(after: int, tmp_path: Path, r
 
 
 def test_a_rendezvous_store_that_dies_is_there_again_for_the_next_restart(tmp_path: Path, reference: Run) -> None:
-    with LiveRun(tmp_path, "--iterations", "60") as live:
-        live.wait_iteration(5)
+    with LiveRun(tmp_path, "--iterations", "30") as live:
+        wait_until_it_trains(live)
         server = child(live, "fork_server")
         agents = {psutil.Process(pid_of(live, rank)).ppid() for rank in (0, 1)}
         (store,) = (each for each in children_of(server.pid, recursive=False) if each.pid not in agents)
@@ -149,7 +154,7 @@ def test_a_rendezvous_store_that_dies_is_there_again_for_the_next_restart(tmp_pa
 @pytest.mark.slow
 def test_a_fork_server_that_is_stopped_is_replaced_when_it_is_needed(tmp_path: Path, reference: Run) -> None:
     with LiveRun(tmp_path, "--iterations", "60") as live:
-        live.wait_iteration(5)
+        wait_until_it_trains(live)
         child(live, "fork_server").suspend()
         psutil.Process(psutil.Process(pid_of(live, 1)).ppid()).kill()
         ended = live.finish()
@@ -170,7 +175,7 @@ def stop_store(live: LiveRun) -> None:
 @pytest.mark.parametrize("act", [kill_store, stop_store])
 def test_torchruns_rendezvous_store_ends_the_run_with_it(act: Callable[[LiveRun], None], tmp_path: Path) -> None:
     with LiveRun(tmp_path, "--iterations", "5000", "-q", *TORCHRUN) as live:
-        live.wait_iteration(5)
+        wait_until_it_trains(live)
         act(live)
         ended = live.finish(deadline_s=40)
     assert_one_line(ended, "the rendezvous store", "has ended: killed by signal 9")
@@ -178,20 +183,21 @@ def test_torchruns_rendezvous_store_ends_the_run_with_it(act: Callable[[LiveRun]
 
 @pytest.mark.slow
 def test_an_agent_of_torchrun_that_is_stopped_is_replaced(tmp_path: Path) -> None:
-    with LiveRun(tmp_path, "--iterations", "200", *TORCHRUN) as live:
-        live.wait_iteration(5)
+    with LiveRun(tmp_path, "--iterations", "60", *TORCHRUN) as live:
+        wait_until_it_trains(live)
         psutil.Process(psutil.Process(pid_of(live, 1)).ppid()).suspend()
-        ended = live.finish()
+        ended = live.finish(deadline_s=200)
     assert_ok(ended)
-    assert ended.sources == [["local", "peer"]]
+    (recovery,) = ended.recoveries
+    assert recovery.lost_iterations <= 1
 
 
 # --- deaths that come together, or in between
 
 
 def test_a_rank_that_dies_while_the_others_leave_and_one_that_dies_at_its_start(tmp_path: Path, reference: Run) -> None:
-    with LiveRun(tmp_path, "--iterations", "60") as live:
-        live.wait_iteration(5)
+    with LiveRun(tmp_path, "--iterations", "30") as live:
+        wait_until_it_trains(live)
         first, second = pid_of(live, 0), pid_of(live, 1)
         os.kill(first, signal.SIGKILL)
         for _ in polls(20.0):
@@ -204,7 +210,7 @@ def test_a_rank_that_dies_while_the_others_leave_and_one_that_dies_at_its_start(
             os.kill(pid_of(live, 0), signal.SIGKILL)
         ended = live.finish()
     assert_ok(ended)
-    assert max(ended.lost) <= 1
+    assert max(recovery.lost_iterations for recovery in ended.recoveries) <= 1
     assert_same_losses(ended, reference)
 
 
@@ -214,7 +220,7 @@ def test_the_error_of_a_run_names_the_rank_that_died_and_not_what_the_others_saw
     options: tuple[str, ...], tmp_path: Path
 ) -> None:
     with LiveRun(tmp_path, "--iterations", "5000", "-q", "--set", "launch.max_restarts=0", *options) as live:
-        live.wait_iteration(5)
+        wait_until_it_trains(live)
         os.kill(pid_of(live, 1), signal.SIGKILL)
         ended = live.finish(deadline_s=60)
-    assert_one_line(ended, "gave up: rank 1 ")
+    assert_one_line(ended, "gave up: rank 1")

@@ -19,8 +19,9 @@ from capricorn.runtime.persist.writer import write_checkpoint
 from capricorn.runtime.store.node_store import NodeStore
 from capricorn.runtime.store.slot import Layout, Slot, checksum
 from capricorn.systems.flat_state import FlatState
-from tests.support.solo import attach, only_rank, persist, restored, save, wreck
+from tests.support.solo import attach, only_rank, persist, restored, save
 from tests.support.spawn import run_ranks
+from tests.support.states import wreck
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ import pytest
 from capricorn.config.cluster import ClusterConfig
 from capricorn.config.resolve import load_model
 from capricorn.config.scenario import LaunchConfig, PersistConfig, Scenario, SystemConfig, TrainConfig
-from capricorn.errors import ConfigError
 from capricorn.records.samples import (
     EVENTS,
     ITERATIONS,
@@ -260,10 +260,33 @@ def test_a_last_line_cut_by_a_kill_is_left_out(tmp_path: Path) -> None:
     assert summarize(tmp_path, scenario(3))[0]["iterations"] == 2
 
 
-def test_a_damaged_line_in_between_is_named(tmp_path: Path) -> None:
-    (tmp_path / ITERATIONS).write_text("{}\n")
-    with pytest.raises(ConfigError, match=r"iterations\.jsonl, line 1 is damaged"):
-        summarize(tmp_path, scenario(3))
+def test_damaged_lines_are_left_out_and_named_and_the_rest_is_read(tmp_path: Path) -> None:
+    write(tmp_path, *both_ranks(1, 2, 3))
+    whole, _ = summarize(tmp_path, scenario(3))
+    for name in (ITERATIONS, EVENTS):
+        path = tmp_path / name
+        path.write_text("{}\n" + (path.read_text() if path.exists() else ""))
+    summary, _ = summarize(tmp_path, scenario(3))
+    assert summary.pop("notes") == [f"{name}: 1 line is damaged and left out (1)" for name in (ITERATIONS, EVENTS)]
+    assert not whole.pop("notes")
+    assert summary == whole
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_not_finite_is_told_and_is_no_fault_of_the_run(loss: float, tmp_path: Path) -> None:
+    write(tmp_path, *both_ranks(1, loss=1.0), *both_ranks(2, 3, loss=loss))
+    summary, verdict = summarize(tmp_path, scenario(3))
+    assert verdict == "ok"
+    assert summary["final_loss"].hex() == loss.hex()
+    assert summary["not_finite_from"] == 2
+    assert summary["notes"] == ["the loss is not finite from iteration 2 on"]
+
+
+def test_a_loss_that_is_not_finite_and_was_rolled_back_is_forgotten(tmp_path: Path) -> None:
+    resume(tmp_path, 1)
+    write(tmp_path, *both_ranks(1), *both_ranks(2, loss=math.nan), *both_ranks(2, 3, attempt=1))
+    summary, _ = summarize(tmp_path, scenario(3))
+    assert (summary["not_finite_from"], summary["notes"]) == (None, [])
 
 
 def test_a_run_that_did_nothing_has_a_summary_that_is_json(tmp_path: Path) -> None:

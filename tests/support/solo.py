@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -102,10 +102,3 @@ def restored(state: FlatState, folder: Path, *, tier: Path | None = None, **conf
         return system.restore().iteration
     finally:
         system.close()
-
-
-def wreck(tensors: Mapping[str, Any]) -> None:
-    """Overwrites all bits of tensors."""
-    with torch.no_grad():
-        for tensor in tensors.values():
-            tensor.copy_(torch.zeros_like(tensor))

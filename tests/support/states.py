@@ -69,6 +69,13 @@ def fingerprint(value: Any) -> Any:
     return kind, value
 
 
+def wreck(tensors: Mapping[str, Any]) -> None:
+    """Overwrites tensors."""
+    with torch.no_grad():
+        for tensor in tensors.values():
+            tensor.copy_(random_bits(tuple(tensor.shape), tensor.dtype, 999))
+
+
 TENSORS = st.builds(random_bits, SHAPES, st.sampled_from(list(DTYPES.values())), st.integers(0, 99))
 
 

@@ -18,7 +18,7 @@ from capricorn.runtime.store.slot import Layout, Slot, checksum
 from capricorn.systems.flat_state import FlatState
 from capricorn.systems.small_values import ALIGNMENT
 from capricorn.systems.tensor_bytes import DTYPES
-from tests.support.states import SHAPES, bits, fingerprint, random_bits
+from tests.support.states import SHAPES, bits, fingerprint, random_bits, wreck
 
 
 def stage(state: FlatState, folder: Path, block_bytes: int = 4096) -> Slot:
@@ -46,8 +46,7 @@ def test_any_mixture_of_tensors_comes_back_bit_for_bit(
     before = {key: bits(tensor) for key, tensor in live.items()}
     slot = stage(state, tmp_path_factory.mktemp("slot"))
     assert slot.damaged_block() is None
-    for tensor in live.values():
-        tensor.zero_()
+    wreck(live)
     state.load(payload_of(slot))
     assert {key: bits(tensor) for key, tensor in live.items()} == before
 

@@ -108,9 +108,9 @@ def small_values_of(state: FlatState, folder: Path, manifest: Manifest, rank: in
     if state.reshard is not None:
         return state.reshard(SavedValues(manifest.iteration, manifest.world_size, of_rank))
     if world_size != manifest.world_size:
-        name = next(iter(_values_in(manifest, 0)), "")
         raise ConfigError(
-            f"it is of {manifest.world_size} ranks, and {value_key(0, name)} has no meaning on {world_size}"
+            f"it is of {manifest.world_size} ranks, and its small values have no meaning on {world_size}; say what "
+            "they become there, with FlatState(reshard=...)"
         )
     return of_rank(rank)
 
