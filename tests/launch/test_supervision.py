@@ -154,13 +154,15 @@ def test_a_rendezvous_store_that_dies_is_there_again_for_the_next_restart(tmp_pa
 
 
 @pytest.mark.slow
-def test_a_fork_server_that_is_stopped_ends_the_run_when_it_is_needed(tmp_path: Path) -> None:
-    with LiveRun(tmp_path, "--iterations", "5000", "-q") as live:
+def test_a_fork_server_that_is_stopped_is_replaced_when_it_is_needed(tmp_path: Path, reference: Run) -> None:
+    with LiveRun(tmp_path, "--iterations", "60") as live:
         wait_until_it_trains(live)
         child(live, "fork_server").suspend()
         psutil.Process(psutil.Process(pid_of(live, 1)).ppid()).kill()
-        ended = live.finish(deadline_s=30)
-    assert_one_line(ended, "the process that forks the workers is stopped")
+        ended = live.finish()
+    assert_ok(ended)
+    assert_same_losses(ended, reference)
+    assert "is stopped, and was ended; another one takes its place" in ended.stderr
 
 
 def kill_store(live: LiveRun) -> None:
