@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.processes import children_of, command_of, commands
 from tests.support.runs import polls
-from tests.support.sources import ROOT, imports, show, sources
+from tests.support.sources import ROOT, imports, module_name, room_of, show, sources
 
 TORCHRUN = {
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR",
@@ -146,6 +146,39 @@ def test_no_error_is_swallowed_unnamed() -> None:
                 broad = {"Exception", "BaseException"} & {ast.unparse(argument) for argument in node.args}
                 wrong += [show(path, node.lineno, f"suppress({name})") for name in broad]
     assert not wrong, "write contextlib.suppress with the narrow error:\n" + "\n".join(wrong)
+
+
+PRINTING = {"cli", "report", "records", "stats", "compare", "launch", "campaign"}
+"""Rooms whose JSON is for readers outside."""
+
+
+WALL_CLOCK = {
+    "capricorn/records/job_file.py": "at the start of a run, once",
+    "capricorn/campaign/small_file_systems.py": "of the same clock as the times of files",
+}
+"""Where the time of the wall clock is taken, and why."""
+
+
+def test_json_for_others_is_what_every_reader_takes() -> None:
+    wrong = [
+        show(path, node.lineno, ast.unparse(node.func))
+        for path, tree in sources().items()
+        if room_of(module_name(path)) in PRINTING and path.stem != "strict_json"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("json.dumps", "json.dump", "dumps", "dump")
+    ]
+    assert not wrong, "use records.strict_json, which spells what is no number:\n" + "\n".join(wrong)
+
+
+def test_no_time_is_taken_from_a_clock_that_somebody_may_set() -> None:
+    wrong = [
+        show(path, node.lineno, "time.time")
+        for path, tree in sources().items()
+        if path.as_posix() not in WALL_CLOCK
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("time.time", "time.time_ns")
+    ]
+    assert not wrong, "use Job.now_s, or time.monotonic:\n" + "\n".join(wrong)
 
 
 def test_tests_ask_processes_what_they_are_by_helpers_that_expect_them_to_end() -> None:
