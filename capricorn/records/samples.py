@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
 
-from pydantic import AfterValidator, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ValidationError
 
 from capricorn.config.fields import FrozenModel
 from capricorn.config.scenario import Scenario
@@ -22,6 +22,8 @@ from capricorn.records.strict_json import numbers
 from capricorn.units import Bytes, BytesPerSecond, Seconds, count_noun
 
 SCHEMA_VERSION = 1
+RENAMED: Final = {"faults_struck": "faults_triggered"}
+"""Figures of a summary: the name in version 0.1, and the one since."""
 
 Mode = Literal["live", "emulated", "simulated"]
 RUN, ITERATIONS, OPS, LOADS, RECOVERIES, EVENTS, PACE, LINKS, CPU = (
@@ -217,6 +219,11 @@ class Environment(FrozenModel):
     kernel: str
 
 
+def _as_named_now(summary: Any) -> Any:
+    """Returns a summary under today's names of its figures."""
+    return {RENAMED.get(key, key): value for key, value in summary.items()} if isinstance(summary, dict) else summary
+
+
 class RunRecord(FrozenModel):
     """`run.json`: one finished or interrupted run. `summary` is what stats/ computed from the samples beside it."""
 
@@ -229,7 +236,7 @@ class RunRecord(FrozenModel):
     seed: int
     config: Scenario
     environment: Environment
-    summary: Annotated[dict[str, Any], AfterValidator(numbers)]
+    summary: Annotated[dict[str, Any], BeforeValidator(_as_named_now), AfterValidator(numbers)]
     verdict: str
     """`ok`, or what is wrong with the run, in one sentence."""
 

@@ -257,7 +257,7 @@ def test_a_record_is_read_back_as_it_was_written_and_damage_is_refused(tmp_path:
     write_campaign(tmp_path, record)
     assert read_campaign(tmp_path) == record
     (tmp_path / "campaign.json").write_text('{"schema_version": 99}')
-    with pytest.raises(ConfigError, match="schema version 99"):
+    with pytest.raises(ConfigError, match="schema version is 99"):
         read_campaign(tmp_path)
 
 

@@ -52,6 +52,7 @@ MANY_LINES = 400
 LONG_FILES: dict[str, str] = {
     "baselines/file_checkpoints.py": "the two classes of a system that writes files, which are subclassed together",
     "baselines/lm_resiliency.py": "what is around one library",
+    "capricorn/systems/flat_state.py": "a state: how it is laid out, looked up again, captured and loaded",
     "capricorn/runtime/store/node_store.py": "a node's store, and the locked folder of the run that it lies in",
 }
 

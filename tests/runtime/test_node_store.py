@@ -108,12 +108,38 @@ def test_what_survives_is_there_when_the_store_is_opened_again(tmp_path: Path) -
     assert bytes(slot.payload) == bytes([4]) * LAYOUT.payload_bytes
 
 
-def test_a_state_of_another_layout_is_refused(tmp_path: Path) -> None:
+def test_a_complete_copy_of_another_layout_is_refused(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     store.open_slots(0, LAYOUT)
+    save(store, 0, 1, keep=0)
     store.close()
-    with pytest.raises(StoreError, match="another size"):
-        NodeStore.open(tmp_path / "node0").open_slots(0, Layout(20_000, 4096, 5))
+    for other in (Layout(20_000, 4096, 5), Layout(5_000, 4096, LAYOUT.digest)):
+        with pytest.raises(StoreError, match="another size"):
+            NodeStore.open(tmp_path / "node0").open_slots(0, other)
+
+
+def test_a_slot_of_another_layout_that_holds_nothing_complete_is_made_anew(tmp_path: Path) -> None:
+    store, other = make_store(tmp_path), Layout(20_000, 4096, 5)
+    store.open_slots(0, LAYOUT)
+    fill(store, 0, 1, keep=0)
+    store.close()
+    assert {slot.layout for slot in NodeStore.open(tmp_path / "node0").open_slots(0, other)} == {other}
+
+
+def test_a_copy_with_less_room_is_enlarged_and_one_that_is_damaged_goes(tmp_path: Path) -> None:
+    store, larger = make_store(tmp_path), Layout(30_000, 4096, LAYOUT.digest)
+    store.open_slots(0, LAYOUT)
+    save(store, 0, 1, keep=0)
+    damaged = save(store, 0, 2, keep=1)
+    damaged.payload[7] ^= 1
+    store.close()
+    again = NodeStore.open(tmp_path / "node0")
+    again.open_slots(0, larger)
+    assert again.iterations(0) == [1]
+    slot = again.read(0, 1)
+    assert slot is not None
+    assert slot.damaged_block() is None
+    assert bytes(slot.payload) == bytes([1]) * LAYOUT.payload_bytes + bytes(20_000)
 
 
 def test_copies_of_an_abandoned_future_are_forgotten(tmp_path: Path) -> None:

@@ -79,6 +79,7 @@ def test_another_model_is_refused_before_anything_is_loaded(saved: Path, tmp_pat
     for each in run_ranks(load, 2, str(tmp_path), "qwen3-moe-tiny"):
         assert "LayoutMismatchError" in each["error"]
         assert "is of another state: param/" in each["error"]
+        assert "is missing" in each["error"]
         assert each["is_untouched"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable
@@ -157,16 +158,12 @@ def load(rank: int, world_size: int, folder: str, model: str = MODEL) -> dict[st
     """Restores from disk; what came of it, or what was said against it."""
     me = Rank(rank, world_size, Path(folder), model)
     before = me.state.content_digest()
-    system = None
     try:
-        system = me.attach(Path(folder) / "tier")
-        report = system.restore()
+        with contextlib.closing(me.attach(Path(folder) / "tier")) as system:
+            report = system.restore()
     except CapricornError as error:
         is_untouched = me.state.content_digest() == before
         return {"error": f"{type(error).__name__}: {error}", "is_untouched": is_untouched}
-    finally:
-        if system is not None:
-            system.close()
     return {
         "iteration": report.iteration,
         "sources": list(report.sources),

@@ -141,7 +141,7 @@ class NodeStore:
             return
         if header.state != COMPLETE:
             path.unlink()
-        elif header.layout == replace(layout, payload_bytes=header.layout.payload_bytes):
+        elif header.layout == replace(layout, payload_bytes=min(header.layout.payload_bytes, layout.payload_bytes)):
             enlarge(path, owner, layout)
 
     def begin(self, owner: int, iteration: int, keep: int | None, attempt: int = 0) -> Slot:
