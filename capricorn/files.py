@@ -70,7 +70,7 @@ def check_regular(path: Path, mode: int | None = None) -> None:
     """Raises OSError unless a file is there; `mode` is that of its status, where that is known."""
     found = path.stat().st_mode if mode is None else mode
     if stat.S_ISDIR(found):
-        raise IsADirectoryError(errno.EISDIR, "it is a folder, not a file", str(path))
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     for is_kind, what in _KINDS:
         if is_kind(found):
             raise OSError(errno.EINVAL, f"it is {what}, not a file", str(path))

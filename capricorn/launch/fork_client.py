@@ -17,7 +17,7 @@ from typing import Final, Protocol, Self, TypeVar
 
 from capricorn.config.fields import FrozenModel
 from capricorn.emulation.fabric import NamespaceEntry
-from capricorn.errors import CapricornError
+from capricorn.errors import CapricornError, note_once
 from capricorn.files import memory_file
 from capricorn.launch.launch_messages import (
     Forked,
@@ -117,10 +117,16 @@ class PidfdProcess:
 
 
 class ForkServer:
-    """A process that waits with everything imported. May serve many runs, one after the other."""
+    """A process that waits with everything imported. May serve many runs, one after the other.
+
+    One that has died, or is stopped when it is needed, is replaced by another; all that it has forked dies with it.
+    """
 
     def __init__(self) -> None:
         """Starts it; the first fork waits until it is ready."""
+        self._start()
+
+    def _start(self) -> None:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel.settimeout(READY_TIMEOUT_S)
         self._is_ready = False
@@ -149,10 +155,26 @@ class ForkServer:
         """Has a process forked; see `Forker`."""
         request = ForkRequest(become=role, num_namespaces=len(entry.pass_fds), log=log)
         try:
+            return self._ask(request, [*entry.pass_fds, *fds])
+        except CapricornError as error:
+            if not self._is_ready:  # it has never forked anything, and nor would another one
+                raise
+            note_once(f"{error}; another one takes its place")
+        self.close()
+        self._start()
+        return self._ask(request, [*entry.pass_fds, *fds])
+
+    def _ask(self, request: ForkRequest, fds: Sequence[int]) -> PidfdProcess:
+        """Has the process of now fork.
+
+        Raises:
+            CapricornError: it has ended, or was ended since it gave no answer.
+        """
+        try:
             if not self._is_ready:
                 self._expect(ForkServerReady)
                 self._is_ready = True
-            socket.send_fds(self._channel, [to_bytes(request)], [*entry.pass_fds, *fds])
+            socket.send_fds(self._channel, [to_bytes(request)], fds)
             return PidfdProcess(self._expect(Forked).pid)
         except TimeoutError as error:
             kill_child(self._process, "the process that forks the workers")

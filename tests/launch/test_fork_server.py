@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -101,15 +100,19 @@ def test_all_phases_of_a_recovery_are_in_the_record(tmp_path: Path) -> None:
     assert recovery.first_iteration_s > 0
 
 
-def test_the_end_of_the_fork_server_ends_the_run_in_one_line(tmp_path: Path) -> None:
-    with LiveRun(tmp_path, "--iterations", "400") as live:
+def test_a_fork_server_that_dies_is_replaced_and_the_run_goes_on_from_the_memory_of_the_nodes(
+    tmp_path: Path, reference: Run
+) -> None:
+    with LiveRun(tmp_path) as live:
         live.wait_iteration(5)
         (server,) = (p for p in children_of(live.process.pid, recursive=False) if "fork_server" in command_of(p))
         server.kill()
         ended = live.finish()
-    assert ended.exit_code == 1
-    assert ended.stderr.strip().splitlines()[-1].startswith("error: the process that forks the workers has ended")
-    assert "Traceback" not in ended.stderr
+    assert_ok(ended)
+    assert_same_losses(ended, reference)
+    assert "has ended: " in ended.stderr
+    assert "another one takes its place" in ended.stderr
+    assert set(ended.sources[-1]) == {"local"}
 
 
 def test_one_fork_server_serves_many_and_ends_all_of_them_with_it(tmp_path: Path) -> None:
@@ -121,7 +124,7 @@ def test_one_fork_server_serves_many_and_ends_all_of_them_with_it(tmp_path: Path
 
 
 def test_a_fork_server_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(fork_client, "PYTHON", (str(tmp_path / "python"),))
     (tmp_path / "python").write_text("#!/bin/sh\necho 'no torch here' >&2\nexit 3\n")
     (tmp_path / "python").chmod(0o755)
     with ForkServer() as server, pytest.raises(CapricornError, match="no torch here"):
@@ -135,7 +138,7 @@ def test_a_fork_server_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatc
 def test_a_fork_server_that_owes_an_answer_is_ended_soon_if_it_is_stopped_and_later_if_not(
     constant: str, number: signal.Signals, told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(fork_client, "PYTHON", (str(tmp_path / "python"),))
     (tmp_path / "python").write_text("#!/bin/sh\nexec sleep 60\n")
     (tmp_path / "python").chmod(0o755)
     monkeypatch.setattr(fork_client, constant, 0.3)
@@ -149,7 +152,7 @@ def test_a_fork_server_that_owes_an_answer_is_ended_soon_if_it_is_stopped_and_la
 def test_a_fork_server_that_says_much_while_it_imports_does_not_block(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(fork_client, "PYTHON", (str(tmp_path / "python"),))
     (tmp_path / "python").write_text("#!/bin/sh\nhead -c 1000000 /dev/zero | tr '\\0' x >&2\necho >&2\necho done >&2\n")
     (tmp_path / "python").chmod(0o755)
     with ForkServer() as server, pytest.raises(CapricornError, match="has ended: done"):
