@@ -61,6 +61,7 @@ class LmResiliency(CheckpointSystem):
     """
 
     survives = frozenset({"kill", "node-loss"})
+    first_iteration = 1  # to the library step 0 is none
 
     def __init__(self) -> None:
         self._is_open = False
@@ -99,7 +100,8 @@ class LmResiliency(CheckpointSystem):
     def after_update(self, iteration: int) -> None:
         iteration = self.iteration_order.advance(iteration)
         self._learn()
-        if self._job.config.every and iteration % self._job.config.every == 0:
+        every = self._job.config.every
+        if every and iteration % every == 0 and iteration >= self.first_iteration:
             self._settle(self._timeout_s)
             self._state.capture()
             self._start(iteration)

@@ -254,7 +254,7 @@ def end_daemon(patience_s: Seconds) -> None:
     process.join(patience_s)
     if process.is_alive():
         process.kill()
-        process.join()
+        process.join(patience_s)
     resource_sharer.stop(timeout=patience_s)  # a thread that hands out what is shared with the process
 
 

@@ -70,7 +70,7 @@ def check_regular(path: Path, mode: int | None = None) -> None:
     """Raises OSError unless a file is there; `mode` is that of its status, where that is known."""
     found = path.stat().st_mode if mode is None else mode
     if stat.S_ISDIR(found):
-        raise IsADirectoryError(errno.EISDIR, "it is a folder, not a file", str(path))
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     for is_kind, what in _KINDS:
         if is_kind(found):
             raise OSError(errno.EINVAL, f"it is {what}, not a file", str(path))
@@ -103,6 +103,11 @@ def read_text(path: Path) -> str:
         UnicodeDecodeError: it is no UTF-8.
     """
     return read_bytes(path).decode()
+
+
+def memory_file() -> BinaryIO:
+    """Returns a file without a name, in memory: unlike a temporary one it needs no folder that may be written."""
+    return os.fdopen(os.memfd_create("capricorn"), "w+b")
 
 
 def write_text(path: Path, text: str) -> None:

@@ -36,6 +36,8 @@ DEFAULTS = {"model": "mixtral-tiny", "iterations": 12, "warmup": 0}
 DEFAULT_SYSTEMS, DEFAULT_COUNT = "capricorn", 16
 REPORT = "report.md"
 OUTPUT = {"as_json", "quiet", "verbose"}
+MIN_MTBF_S = 0.05
+"""Several failures an iteration, and each as long to draw."""
 _TIME_UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 
@@ -49,7 +51,7 @@ def _duration(context: click.Context, parameter: click.Parameter, text: str | No
         return None
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|min|h)\s*", text)
     seconds = float(match[1]) * _TIME_UNITS[match[2]] if match else 0.0
-    if not 0 < seconds < inf:
+    if not MIN_MTBF_S <= seconds < inf:
         raise ConfigError(f"--mtbf {text!r} is no time; write it as in 30s, 5min or 1h")
     return seconds
 

@@ -25,7 +25,10 @@ HELP = {
 
 def console() -> Console:
     """Returns a console on the present stdout; plain and 80 wide when that is a pipe."""
-    return Console(highlight=False)
+    out = Console(highlight=False)
+    if not out.width:  # with COLUMNS=0 it would print nothing
+        out.width = 80
+    return out
 
 
 def print_json(value: Any) -> None:

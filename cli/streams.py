@@ -10,10 +10,10 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from tempfile import TemporaryFile
 from typing import Any, Final, TextIO
 
 from capricorn.errors import CapricornError
+from capricorn.files import memory_file
 
 STDIN, STDOUT, STDERR = 0, 1, 2
 NAMES: Final = {STDOUT: "stdout", STDERR: "stderr"}
@@ -82,7 +82,7 @@ def hushed() -> Iterator[None]:
 
     It works on descriptors, as extensions and processes that are started within write to them, too.
     """
-    with TemporaryFile() as said:
+    with memory_file() as said:
         _flush()
         kept = [(os.dup(number), number) for number in NAMES]
         for number in NAMES:

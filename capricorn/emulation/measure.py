@@ -12,9 +12,9 @@ import socket
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryFile
 
 from capricorn.emulation.fabric import FabricError, NamespaceEntry
+from capricorn.files import memory_file
 from capricorn.process import kill_child
 from capricorn.records.samples import LinkSample
 from capricorn.units import Seconds
@@ -62,7 +62,7 @@ class _ProbeProcess:
 
     def __init__(self, node: int, entry: NamespaceEntry, arguments: Sequence[str]) -> None:
         self._node = node
-        self._errors = TemporaryFile()  # noqa: SIM115
+        self._errors = memory_file()
         self._channel, theirs = socket.socketpair()
         self._channel.settimeout(ANSWER_TIMEOUT_S)
         self._answers = self._channel.makefile("r", encoding="utf-8")

@@ -12,6 +12,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
@@ -193,14 +194,17 @@ def _fill_memory(fault: FaultSpec, context: FaultContext) -> None:
 
 
 def _fill_disk(fault: FaultSpec, context: FaultContext) -> None:
-    folder = persistent_folders(context.job)[0]
-    filler_file.note(context.job.store_dir, folder)
-    filler_file.fill(folder)
+    _fill(persistent_folders(context.job)[0], context)
 
 
 def _fill_records(fault: FaultSpec, context: FaultContext) -> None:
-    filler_file.note(context.job.store_dir, context.job.run_dir)
-    filler_file.fill(context.job.run_dir)
+    _fill(context.job.run_dir, context)
+
+
+def _fill(folder: Path, context: FaultContext) -> None:
+    """Fills the file system of a folder outside of the store, which notes it for `clean`."""
+    filler_file.note(context.job.store_dir, folder)
+    filler_file.fill(folder)
 
 
 def _slow_disk(fault: FaultSpec, context: FaultContext) -> None:

@@ -13,12 +13,12 @@ import socket
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Final, Protocol, Self, TypeVar
 
 from capricorn.config.fields import FrozenModel
 from capricorn.emulation.fabric import NamespaceEntry
 from capricorn.errors import CapricornError, note_once
+from capricorn.files import memory_file
 from capricorn.launch.launch_messages import (
     Forked,
     ForkRequest,
@@ -130,7 +130,7 @@ class ForkServer:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel.settimeout(READY_TIMEOUT_S)
         self._is_ready = False
-        self._errors = TemporaryFile()  # noqa: SIM115 - a pipe that nobody reads may fill up and block
+        self._errors = memory_file()  # a pipe that nobody reads may fill up and block
         with theirs:
             self._process = subprocess.Popen(
                 [*PYTHON, "capricorn.launch.fork_server", str(theirs.fileno()), str(os.getpid())],

@@ -27,16 +27,20 @@ from capricorn.faults.feasibility import why_not_here
 from capricorn.planner.placement import recovery_probability
 from capricorn.records.samples import Environment
 from capricorn.runtime.comm.addresses import LOOPBACK, check_endpoint, why_no_endpoint, why_no_loopback
-from capricorn.sizing.memory import Needs, needs_of
+from capricorn.sizing.memory import NUM_SLOTS, Needs, needs_of
 from capricorn.sizing.memory_limit import available_memory
 from capricorn.sizing.written_folders import written_folders
 from capricorn.systems.registry import SYSTEMS, find
-from capricorn.units import Bytes, format_bytes
+from capricorn.units import KIB, MIB, Bytes, format_bytes
 
 MIN_PYTHON = (3, 11)
 PACKAGES = ("torch", "capricorn-bench", "numpy", "fairscale", "torchsnapshot", "lm-resiliency", "torch_checkpointing")
 BASE_FILES, FILES_PER_RANK = 64, 16
 """Descriptors of one process: libraries, pipes and logs, and per rank its gloo and checkpoint sockets and a slot."""
+BASE_ADDRESS_BYTES: Bytes = 1400 * MIB
+"""Address space of a rank: libraries, and what its threads reserve for stacks and heaps."""
+BASE_FILE_BYTES: Bytes = 32 * MIB
+"""Size of the largest file whatever the model: its tokens."""
 
 NUM_LOST = 2
 
@@ -178,7 +182,9 @@ def _needed(scenario: Scenario) -> Iterator[Check]:
     yield _check_system(scenario.system.name, is_needed=True)
     if cuda:
         yield _check_cuda(scenario)
+    yield from _check_working_folder()
     yield _check_files(scenario)
+    yield from _check_limits(scenario, needs)
     yield from _check_network(scenario)
     yield _check_memory(scenario, needs)
     yield _check_tmpfs(scenario, needs)
@@ -215,6 +221,27 @@ def _check_files(scenario: Scenario) -> Check:
     ok = soft == resource.RLIM_INFINITY or soft >= needed
     found = "no limit" if soft == resource.RLIM_INFINITY else str(soft)
     return Check("open files", ok, found, f"{needed} per process", f"use ulimit -n {needed} or fewer ranks")
+
+
+def _check_limits(scenario: Scenario, needs: Needs) -> Iterator[Check]:
+    """Checks limits that few shells set; one that is not set is not told."""
+    slots_bytes = NUM_SLOTS * scenario.system.replicas * needs.shard_bytes
+    limits = (
+        ("file size", resource.RLIMIT_FSIZE, max(BASE_FILE_BYTES, needs.shard_bytes * 101 // 100 + MIB), "-f"),
+        ("address space", resource.RLIMIT_AS, BASE_ADDRESS_BYTES + needs.device_bytes + slots_bytes, "-v"),
+    )
+    for name, number, needed, option in limits:
+        soft, _ = resource.getrlimit(number)
+        if soft != resource.RLIM_INFINITY:
+            advice = f"use ulimit {option} {-(-needed // KIB)} or a smaller --model"
+            yield Check(name, soft >= needed, format_bytes(soft), f"{format_bytes(needed)} per process", advice)
+
+
+def _check_working_folder() -> Iterator[Check]:
+    try:
+        os.getcwd()
+    except OSError as error:
+        yield Check("working folder", False, f"none: {error.strerror}", "one that is there", "change to another folder")
 
 
 def _check_tmpfs(scenario: Scenario, needs: Needs) -> Check:

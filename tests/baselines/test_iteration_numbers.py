@@ -13,7 +13,7 @@ import torch.distributed as dist
 from capricorn.conformance.subject import under_test
 from capricorn.conformance.toy_job import ToyRank, make_folder
 from capricorn.errors import OrderError
-from capricorn.systems.registry import SYSTEMS, find
+from capricorn.systems.registry import SYSTEMS
 from tests.support.spawn import run_ranks
 
 OUT_OF_ORDER = (2, 1, 0, -1, 3.0, True, "3", torch.tensor(3), 1 << 63, None)
@@ -24,8 +24,7 @@ WITH_PROCESS = {"torch-checkpointing"}
 
 def from_zero(rank: int, num_ranks: int, folder: str, system: str) -> dict[str, Any]:
     """Saves iteration 0 alone, restores it, goes on with numpy's numbers to 2, and tries what is out of order."""
-    profile = {"options": {"profile_iterations": 1}} if find(system).profiles_first else {}
-    subject, place = under_test(system, timeout_s=20.0, **profile), Path(folder)
+    subject, place = under_test(system, timeout_s=20.0), Path(folder)
     if rank == 0:
         make_folder(place, subject)
     dist.barrier()

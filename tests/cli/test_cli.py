@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from capricorn.records.samples import IterationSample, RunRecord, append, write_
 from capricorn.runtime.store.node_store import NodeStore, RunLock
 from capricorn.stats.run_summary import summarize
 from capricorn.topology import Topology
+from capricorn.units import KIB, MIB
 
 TINY = ("run", "--model", "mixtral-tiny")
 
@@ -417,11 +419,49 @@ def test_doctor_says_what_does_not_suffice(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_low_file_limit_is_refused_only_when_it_is_too_low(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("resource.getrlimit", lambda which: (256, 256))
+    _limit(monkeypatch, resource.RLIMIT_NOFILE, 256)
     machine.require(scenario_from(model="mixtral-tiny", system="none", device="cpu"))
     many = scenario_from(model="qwen3-moe-tiny", system="none", nodes=2, ranks_per_node=8, device="cpu")
     with pytest.raises(ConfigError, match="needs 320 per process, found 256; use ulimit -n 320 or fewer ranks"):
         machine.require(many)
+
+
+@pytest.mark.parametrize(
+    ("number", "limit", "message"),
+    [
+        (resource.RLIMIT_FSIZE, 200 * KIB, r"file size: this run needs 33\.6 MB per process, .*; use ulimit -f 32768"),
+        (
+            resource.RLIMIT_AS,
+            1000 * MIB,
+            r"address space: this run needs 1\.48 GB per process, .*; use ulimit -v 14",
+        ),
+    ],
+)
+def test_a_limit_of_a_process_that_is_too_low_is_refused_and_one_that_is_not_set_is_not_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int, limit: int, message: str
+) -> None:
+    scenario = scenario_from(model="mixtral-tiny", device="cpu")
+    told = [check.name for check in machine.checks(scenario, tmp_path)]
+    assert not {"file size", "address space"} & set(told)
+    _limit(monkeypatch, number, limit)
+    with pytest.raises(ConfigError, match=message):
+        machine.require(scenario)
+    _limit(monkeypatch, number, 1000 * limit)
+    machine.require(scenario)
+
+
+def test_a_working_folder_that_is_gone_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(ConfigError, match=r"^working folder: .*; change to another folder$"):
+        machine.require(scenario_from(model="mixtral-tiny", device="cpu"))
+
+
+def _limit(monkeypatch: pytest.MonkeyPatch, number: int, value: int) -> None:
+    limits = {number: (value, value)}
+    unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    monkeypatch.setattr("resource.getrlimit", lambda which: limits.get(which, unlimited))
 
 
 def test_a_small_tmpfs_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -239,7 +239,7 @@ def test_what_was_begun_is_removed_when_a_later_part_fails(
     (run / "ops.jsonl").mkdir()
     everything = ("export", run, "--out", out, "--figures", figures, "--figure-format", "svg", "--trace", trace)
     assert cli(*everything) == 2
-    assert "ops.jsonl: it is a folder, not a file" in capsys.readouterr().err
+    assert "ops.jsonl: Is a directory" in capsys.readouterr().err
 
     (run / "ops.jsonl").rmdir()
     (run / "ops.jsonl").write_text("")

@@ -80,7 +80,9 @@ def refusal_of_new_pids() -> str:
 @pytest.mark.parametrize(
     "prefix", [pytest.param(NEW_PIDS, id="as 1"), pytest.param(CHILD_OF_1, id="under 1", marks=SLOW)]
 )
-@pytest.mark.parametrize("mode", ["torchrun", NAMESPACES, USER_NAMESPACES, pytest.param(PACED, marks=SLOW)])
+@pytest.mark.parametrize(
+    "mode", ["torchrun", USER_NAMESPACES, *(pytest.param(way, marks=SLOW) for way in (NAMESPACES, PACED))]
+)
 def test_a_launcher_may_be_process_1_or_its_child_however_it_starts_others(
     mode: str, prefix: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -119,7 +121,7 @@ def test_a_pause_of_the_whole_job_is_nobodys_fault(is_training: bool, tmp_path: 
             live.wait(lambda: any(event.event == "started" for event in live.events()), "the start of a rank")
         processes = live.processes()
         stop(processes, signal.SIGSTOP)
-        time.sleep(3.5)
+        time.sleep(3.0)
         # Those who judge come first, and hear nothing yet from those who are judged.
         ranks = [each for each in processes if each.pid in {pid_of(live, event.rank) for event in live.events()}]
         stop([each for each in processes if each not in ranks], signal.SIGCONT)
@@ -195,6 +197,7 @@ def test_an_agent_of_torchrun_that_is_stopped_is_replaced(tmp_path: Path) -> Non
 # --- deaths that come together, or in between
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_while_the_others_leave_and_one_that_dies_at_its_start(tmp_path: Path, reference: Run) -> None:
     with LiveRun(tmp_path, "--iterations", "30") as live:
         wait_until_it_trains(live)

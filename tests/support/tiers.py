@@ -158,34 +158,12 @@ def load(rank: int, world_size: int, folder: str, model: str = MODEL) -> dict[st
     """Restores from disk; what came of it, or what was said against it."""
     me = Rank(rank, world_size, Path(folder), model)
     before = me.state.content_digest()
-<<<<<<< HEAD
-    system = None
-||||||| 3125a3c
-    system = me.attach(Path(folder) / "tier")
-=======
->>>>>>> state
     try:
-<<<<<<< HEAD
-        system = me.attach(Path(folder) / "tier")
-        report = system.restore()
-||||||| 3125a3c
-        report = system.restore()
-=======
         with contextlib.closing(me.attach(Path(folder) / "tier")) as system:
             report = system.restore()
->>>>>>> state
     except CapricornError as error:
         is_untouched = me.state.content_digest() == before
         return {"error": f"{type(error).__name__}: {error}", "is_untouched": is_untouched}
-<<<<<<< HEAD
-    finally:
-        if system is not None:
-            system.close()
-||||||| 3125a3c
-    finally:
-        system.close()
-=======
->>>>>>> state
     return {
         "iteration": report.iteration,
         "sources": list(report.sources),
