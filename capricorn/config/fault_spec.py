@@ -29,7 +29,7 @@ class FaultSpec(SettingsModel):
     node: int | None = Field(default=None, ge=0)
     op: str = "before_update"
     where: str = ""
-    seconds: Seconds | None = Field(default=None, ge=0, le=MAX_SECONDS, allow_inf_nan=False)
+    seconds: Seconds | None = Field(default=None, ge=0, le=MAX_SECONDS)
     call: int | None = Field(default=None, gt=0)
 
     @model_validator(mode="before")

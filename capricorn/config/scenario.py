@@ -263,7 +263,6 @@ class LaunchConfig(SettingsModel):
         default=2.5,
         ge=MIN_FROZEN_S,
         le=MAX_TIMEOUT_S,
-        allow_inf_nan=False,
         description="Seconds of silence after which a process counts as hung",
     )
 

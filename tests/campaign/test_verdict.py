@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capricorn.campaign.outcomes import RunOutcome
-from capricorn.campaign.verdict import Judgement, difference, reference_of, survives
+from capricorn.campaign.verdict import Judgement, Reference, difference, judge, reference_of, survives
 from capricorn.config.fault_spec import FaultSpec
 from capricorn.errors import CapricornError
+from capricorn.records.samples import IterationSample
 from capricorn.systems.settings import override
-from tests.support.judged import digests, event, judged, outcome, recovery, sample, undisturbed
+from tests.support.judged import KILL, digests, event, judged, outcome, recovery, sample, undisturbed
 from tests.support.recorded import NUM_ITERATIONS, NUM_RANKS, scenario
 
 LAST = NUM_ITERATIONS
@@ -68,6 +69,15 @@ def test_losses_that_are_no_numbers_are_compared_like_all_others() -> None:
     disturbed = outcome()
     samples = [s.model_copy(update={"loss": float("nan")}) for s in disturbed.samples]
     assert judged(replace(disturbed, samples=samples)).verdict == "SILENT_DIVERGENCE"
+
+
+@pytest.mark.parametrize("loss", ["NaN", "Infinity", "-Infinity"])
+def test_a_run_whose_losses_are_not_finite_where_the_undisturbed_ones_are_so_passes(loss: str) -> None:
+    disturbed, reference = outcome(), undisturbed()
+    told = [IterationSample.model_validate(s.model_dump() | {"loss": loss}) for s in disturbed.samples]
+    alike = reference.model_copy(update={"losses": ((float(loss).hex(),) * NUM_ITERATIONS,) * NUM_RANKS})
+    read = Reference.model_validate_json(alike.model_dump_json())
+    assert judge(KILL, scenario(), replace(disturbed, samples=told), read).verdict == "PASS"
 
 
 def test_an_iteration_without_a_record_is_excused_only_if_it_was_restored() -> None:

@@ -128,6 +128,7 @@ def test_ctrl_c_keeps_what_is_done_and_leaves_nothing(tmp_path: Path) -> None:
         (["--iterations", "3"], "--iterations 3 is too short for failures to be drawn; use 4 or more"),
         (["--mtbf", "soon"], "--mtbf 'soon' is no time; write it as in 30s, 5min or 1h"),
         (["--mtbf", "0.0000001s"], "--mtbf '0.0000001s' is no time"),
+        (["--mtbf", "5s", "--node-loss-frac", "nan"], "'nan' is not a finite number"),
         (["--mtbf", "5s", "--count", "3"], "--count is for single cases"),
         (["--case", "99"], "--case 99: there is none; they go from 0 to 15"),
         (["--systems", "none", "--kinds", "corrupt"], "none of these failures can happen here: none keeps no copies"),

@@ -305,7 +305,9 @@ def assert_same_losses(ended: Run, reference: Run) -> None:
     expected = {(sample.rank, sample.iteration): sample.loss for sample in reference.samples}
     actual = ended.samples
     assert actual
-    wrong = [s for s in actual if (s.rank, s.iteration) in expected and s.loss != expected[s.rank, s.iteration]]
+    wrong = [
+        s for s in actual if (s.rank, s.iteration) in expected and s.loss.hex() != expected[s.rank, s.iteration].hex()
+    ]
     assert not wrong, [(s.rank, s.iteration, s.attempt, s.loss, expected[s.rank, s.iteration]) for s in wrong]
     # A rank that dies between an iteration and its record may still be restored to that iteration.
     missing = expected.keys() - {(sample.rank, sample.iteration) for sample in actual}
