@@ -15,7 +15,6 @@ from capricorn.campaign.testbeds import make_testbeds
 from capricorn.compare.compare_record import check_shared_options, own_options, parse_variants
 from capricorn.config.fault_kinds import check_kinds
 from capricorn.config.fault_spec import FaultSpec
-from capricorn.config.fields import check
 from capricorn.errors import ConfigError
 from capricorn.systems.effect import check_effect
 from capricorn.systems.registry import check_system
@@ -97,7 +96,6 @@ def scenario_words(context: click.Context) -> tuple[str, ...]:
 def _with_economics(record: CampaignRecord, context: click.Context) -> CampaignRecord:
     _refuse_given(context, OF_CASES, "is for single cases: with --mtbf failures come at random times")
     options = context.params
-    check(0 <= options["node_loss_frac"] <= 1, f"--node-loss-frac {options['node_loss_frac']} is not from 0 to 1")
     economics = Economics(mtbf_s=options["mtbf"], node_loss_frac=options["node_loss_frac"])
     return record.model_copy(update={"economics": economics})
 

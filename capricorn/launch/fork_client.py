@@ -213,6 +213,9 @@ class ForkServer:
         return kind.model_validate_json(message)
 
     def _last_words(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if (code := self._process.wait(POLL_S)) < 0:  # what it has printed before has nothing to do with it
+                return f"killed by signal {-code}"
         kill_child(self._process, "the process that forks the workers")
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").strip().splitlines()

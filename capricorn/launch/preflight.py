@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
+from tempfile import gettempdir
 
 import psutil
 
@@ -182,7 +183,7 @@ def _needed(scenario: Scenario) -> Iterator[Check]:
     yield _check_system(scenario.system.name, is_needed=True)
     if cuda:
         yield _check_cuda(scenario)
-    yield from _check_working_folder()
+    yield from _check_folders_of_process()
     yield _check_files(scenario)
     yield from _check_limits(scenario, needs)
     yield from _check_network(scenario)
@@ -237,11 +238,17 @@ def _check_limits(scenario: Scenario, needs: Needs) -> Iterator[Check]:
             yield Check(name, soft >= needed, format_bytes(soft), f"{format_bytes(needed)} per process", advice)
 
 
-def _check_working_folder() -> Iterator[Check]:
-    try:
-        os.getcwd()
-    except OSError as error:
-        yield Check("working folder", False, f"none: {error.strerror}", "one that is there", "change to another folder")
+def _check_folders_of_process() -> Iterator[Check]:
+    """Checks folders that every process has, and that libraries take for granted; those that are there are not told."""
+    folders = (
+        ("working folder", os.getcwd, "one that is there", "change to another folder"),
+        ("temporary folder", gettempdir, "one that may be written", "set TMPDIR"),
+    )
+    for name, find_it, needed, advice in folders:
+        try:
+            find_it()
+        except OSError as error:
+            yield Check(name, False, f"none: {error.strerror}", needed, advice)
 
 
 def _check_tmpfs(scenario: Scenario, needs: Needs) -> Check:

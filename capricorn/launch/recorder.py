@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
+from capricorn.config.fields import FrozenModel
 from capricorn.emulation.pacer import Pacer
 from capricorn.hooks import OpKey, TrainerHook
 from capricorn.records.job_file import Job
@@ -30,6 +31,8 @@ from capricorn.systems.interface import CheckpointSystem, Counters, RestoreRepor
 from capricorn.trainer.loop import TrainedIteration
 from capricorn.units import Bytes, Seconds
 
+ROOM_PATIENCE_S: Final[Seconds] = 5.0
+"""How long a full disk under the records holds a rank up before it ends the run."""
 PERSISTS: Final = ("persisted", "failed_persists", "skipped_persists")
 
 
@@ -88,7 +91,7 @@ class Recorder(TrainerHook):
         if restored is not None:
             values |= {"sources": tuple(restored.sources), "agree_s": restored.agree_s}
             values |= {"fetch_s": restored.fetch_s, "load_s": restored.load_s}
-        append(self._dir / EVENTS, EventSample.model_validate(values))
+        self._append(EVENTS, EventSample.model_validate(values))
         self._before = replace(now)
 
     def iteration(self, measured: TrainedIteration) -> None:
@@ -114,13 +117,16 @@ class Recorder(TrainerHook):
             rss_bytes=_rss_bytes(),
             **asdict(self._system.take_planning()),
         )
-        append(self._dir / ITERATIONS, sample)
+        self._append(ITERATIONS, sample)
         self._before = replace(now)
         self._write_timeline()
         self._write_pace()
         for load in self._loads:
-            append(self._dir / LOADS, load)
+            self._append(LOADS, load)
         self._loads.clear()
+
+    def _append(self, name: str, sample: FrozenModel) -> None:
+        append(self._dir / name, sample, patience_s=ROOM_PATIENCE_S)
 
     def _is_requested(self, iteration: int) -> bool:
         return self._every > 0 and iteration % self._every == 0 and iteration >= self._system.first_iteration
@@ -145,7 +151,7 @@ class Recorder(TrainerHook):
                 errors_s=errors_s,
                 overruns_s=overruns_s,
             )
-            append(self._dir / PACE, sample)
+            self._append(PACE, sample)
 
     def _write_op(
         self, layer: int, direction: str, kind: str, begin_s: Seconds, end_s: Seconds, num_bytes: Bytes = 0
@@ -160,7 +166,7 @@ class Recorder(TrainerHook):
             end_s=end_s - self._begin_s,
             bytes=num_bytes,
         )
-        append(self._dir / OPS, sample)
+        self._append(OPS, sample)
 
 
 def _persists(now: Counters, before: Counters) -> dict[str, Any]:

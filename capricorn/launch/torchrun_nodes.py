@@ -213,6 +213,8 @@ class TorchrunNodes:
             *("--nproc-per-node", str(scenario.topology.ranks_per_node)),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", self._endpoint),
             *("--rdzv-id", "capricorn" if launch.nnodes else self._job.run_id),
+            # By default a folder in TMPDIR, which stays there.
+            *("--log-dir", str(self._log_dir / "torchrun")),
             *("--rdzv-conf", ",".join(f"{key}={value}" for key, value in conf.items())),
             *where,
             *("--max-restarts", str(launch.max_restarts + len(scenario.faults))),

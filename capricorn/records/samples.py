@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
@@ -22,6 +23,8 @@ from capricorn.records.strict_json import numbers
 from capricorn.units import Bytes, BytesPerSecond, Seconds, count_noun
 
 SCHEMA_VERSION = 1
+ROOM_POLL_S: Final[Seconds] = 0.05
+"""How often it is looked whether there is room again."""
 RENAMED: Final = {"faults_struck": "faults_triggered"}
 """Figures of a summary: the name in version 0.1, and the one since."""
 
@@ -247,13 +250,22 @@ S = TypeVar("S", bound=FrozenModel)
 # --- lines -------------------------------------------------------------------------------------------------------
 
 
-def append(path: Path, sample: FrozenModel) -> None:
+def append(path: Path, sample: FrozenModel, *, patience_s: Seconds = 0.0) -> None:
     """Adds the sample as one line, in one write, so that several processes may share the file.
+
+    Where there is no room it is tried again for `patience_s`.
 
     Raises:
         RecordError: there is no room for it, or none may write there; nothing of it is left then.
     """
     line = (sample.model_dump_json() + "\n").encode()
+    end_s = time.monotonic() + patience_s
+    while not _added(path, line, may_fail=time.monotonic() < end_s):
+        time.sleep(ROOM_POLL_S)
+
+
+def _added(path: Path, line: bytes, *, may_fail: bool) -> bool:
+    """Adds a line; returns False if there is no room for it and that is no error yet."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o644)
         try:
@@ -261,7 +273,10 @@ def append(path: Path, sample: FrozenModel) -> None:
         finally:
             os.close(descriptor)
     except OSError as error:
+        if may_fail and error.errno == errno.ENOSPC:
+            return False
         raise RecordError(f"cannot write {path}: {error.strerror}") from error
+    return True
 
 
 def _write_line(descriptor: int, line: bytes) -> None:

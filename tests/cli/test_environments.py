@@ -51,7 +51,7 @@ class Place:
 
     @property
     def environment(self) -> dict[str, str]:
-        changed = {**os.environ, **self.env}
+        changed = {**os.environ, "TMPDIR": None, **self.env}
         return {name: value for name, value in changed.items() if value is not None}
 
 
@@ -114,7 +114,7 @@ PLACES = {
         f"mkdir results\n{READ_ONLY.replace('closed', 'results')}; cd ..", unshare="-m", options=("--out", "results"),
         says=f"--out {ANY}/results: this run needs",
     ),
-    "working folder removed": Place("mkdir gone; cd gone; rmdir ../gone", says="working folder: this run needs"),
+    "working folder removed": Place("mkdir gone; cd gone; rmdir ../gone", says="working folder: this run needs one"),
     "modules in the working folder": Place(
         "\n".join(f"echo 'raise SystemExit(\"shadowed\")' > {name}.py" for name in SHADOWS)
     ),
@@ -122,7 +122,12 @@ PLACES = {
     "umask 077": Place("umask 077"),
     "umask 000": Place("umask 000"),
     "only $OUT and /dev/shm may be written": Place(
-        "mount --bind $OUT $OUT; mount -o remount,ro,bind /", unshare="-m"
+        "mount --bind $OUT $OUT; mount -o remount,ro,bind /", unshare="-m",
+        says="temporary folder: this run needs one that may be written",
+    ),
+    "only $OUT, /dev/shm and TMPDIR may be written": Place(
+        "mount --bind $OUT $OUT; mount -o remount,ro,bind /; mount -t tmpfs tmpfs /mnt; export TMPDIR=/mnt",
+        unshare="-m",
     ),
     # users
     "nobody": Place("export XDG_CACHE_HOME=$PWD/cache\n" + as_user("65534"), unshare="-m"),
@@ -153,7 +158,7 @@ PLACES = {
     "optimised Python": Place(env={"PYTHONOPTIMIZE": "2"}),
     "nothing in the environment": Place(env={**dict.fromkeys(os.environ), "PATH": "/usr/bin:/bin:/usr/sbin"}),
 }  # fmt: skip
-QUICK = {"as it is", "all three closed"}
+QUICK = {"all three closed", "small files only"}
 
 
 @pytest.fixture
@@ -178,10 +183,10 @@ def last_loss(ended: Run) -> float:
 
 
 def start(place: Place, folder: Path) -> LiveRun:
-    for name in ("tried", "work", "out"):
+    for name in ("tried", "work", "out", "temporary"):
         (folder / name).mkdir()
         (folder / name).chmod(0o777)
-    environment = place.environment | {"OUT": str(folder / "out")}
+    environment = {"TMPDIR": str(folder / "temporary")} | place.environment | {"OUT": str(folder / "out")}
     tried = subprocess.run(
         [*place.prefix, "true"], env=environment, cwd=folder / "tried", stdin=subprocess.DEVNULL, capture_output=True,
         text=True, timeout=DEADLINE_S, check=False,
@@ -201,6 +206,8 @@ def test_it_works_or_says_in_one_line_why_not_and_leaves_nothing(name: str, fold
     place = PLACES[name]
     with start(place, folder) as live:
         ended = live.finish()
+    left = [path.name for path in (folder / "temporary").iterdir() if not path.name.startswith("torchinductor_")]
+    assert not left, "all but the cache of torch's compiler is removed"
     if place.says:
         assert ended.exit_code == 2, ended.stderr
         assert fnmatchcase(ended.stderr, f"error: {place.says}*")

@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,21 @@ def test_a_line_that_does_not_fit_is_taken_back(tmp_path: Path) -> None:
     damaged: list[int] = []
     assert [sample.rank for sample in read_samples(path, EventSample, damaged)] == [0, 2]
     assert not damaged
+
+
+def test_a_line_waits_for_room_as_long_as_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "events.jsonl"
+    path.touch()
+    waited: list[float] = []
+    with ExitStack() as full:
+        full.enter_context(files_end_at(10))
+        monkeypatch.setattr(time, "sleep", lambda duration_s: (waited.append(duration_s), full.close()))
+        append(path, event(1), patience_s=60.0)
+    assert len(waited) == 1
+    assert [sample.rank for sample in read_samples(path, EventSample)] == [1]
+    monkeypatch.setattr(time, "sleep", waited.append)
+    with files_end_at(path.stat().st_size + 10), pytest.raises(RecordError, match="No space left on device"):
+        append(path, event(2), patience_s=0.01)
 
 
 def test_a_writer_that_is_killed_within_its_line_costs_that_line_only(tmp_path: Path) -> None:

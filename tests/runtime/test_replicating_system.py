@@ -377,3 +377,42 @@ def close_after_a_failure(rank: int, num_nodes: int, folder: str) -> list[str]:
 
 def test_what_fails_to_end_does_not_keep_the_rest_from_ending(tmp_path: Path) -> None:
     assert run_ranks(close_after_a_failure, 1, str(tmp_path)) == [[]]
+
+
+def fail_beside_training(rank: int, num_nodes: int, folder: str, where: str) -> dict[str, Any]:
+    """What no handler expects happens in iteration 3: to the stager of rank 1, or where rank 0 holds its replica."""
+    toy = Toy(rank, num_nodes, Path(folder))
+    begin = NodeStore.begin
+
+    def fail(store: NodeStore, owner: int, iteration: int, *arguments: Any) -> Slot:
+        if (rank, owner, iteration) == ((1, 1, 3) if where == "stager" else (0, 1, 3)):
+            raise KeyError("nobody expects this")
+        return begin(store, owner, iteration, *arguments)
+
+    NodeStore.begin = fail  # type: ignore[method-assign,assignment]
+    toy.train(1, 6)
+    complaint = ""
+    try:
+        toy.system.drain(10.0)
+    except CapricornError as error:
+        complaint = str(error)
+    told = {"completed": toy.system.take_completed(), "complaint": complaint}
+    told["num_failed"] = toy.system.counters().failed_saves
+    toy.system.close()
+    return told
+
+
+@pytest.mark.parametrize("where", ["stager", "holder"])
+def test_what_nobody_expects_beside_training_costs_one_checkpoint_and_is_told_with_its_cause(
+    tmp_path: Path, where: str
+) -> None:
+    results = run_ranks(fail_beside_training, 2, str(tmp_path), where)
+    assert [told["completed"] for told in results] == [[1, 2, 4, 5, 6]] * 2
+    cause = "KeyError: 'nobody expects this'"
+    if where == "stager":
+        assert f"rank 1, the last one: iteration 3: staging: {cause}" in results[1]["complaint"]
+        assert results[0]["complaint"] == ""
+    else:
+        assert f"the replica of rank 1 failed on rank 0: {cause}" in results[0]["complaint"]
+        assert "iteration 3: rank 1, replica on rank 0: the connection" in results[1]["complaint"]
+    assert max(told["num_failed"] for told in results) == 1

@@ -116,7 +116,7 @@ class Jobs:
 
     @staticmethod
     def _run(what: Callable[..., Any], num_ranks: int, model: str, folder: Path) -> list[Learned]:
-        ranks = run_ranks(what, num_ranks, str(folder), model)
+        ranks = run_ranks(what, num_ranks, str(folder), model, deadline_s=100.0)
         ranks = [rank if what is go_on else (rank,) for rank in ranks]
         return [merged(job) for job in zip(*ranks, strict=True)]
 
@@ -132,6 +132,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
     return Jobs(tmp_path_factory.mktemp("jobs"))
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("before", "after"), SHAPES)
 def test_losses_are_those_of_training_that_did_not_stop(jobs: Jobs, before: int, after: int) -> None:
     resumed, by_torch = jobs.resumed(before, after)
@@ -145,6 +146,7 @@ def test_losses_are_those_of_training_that_did_not_stop(jobs: Jobs, before: int,
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2), (2, 1), (1, 2)])
 def test_a_gate_that_draws_noise_draws_the_same_in_every_resume(jobs: Jobs, before: int, after: int) -> None:
     (first, by_torch), (second, _) = (jobs.resumed(before, after, "gpt-moe-tiny") for _ in range(2))
