@@ -319,7 +319,6 @@ def update_at_once(rank: int, num_nodes: int, folder: str) -> bool:
         job.system.before_update(iteration + 1)
         save = job.system._commit_tracker.pending
         out.append(save is None or save.is_settled)
-        job.system.after_update(iteration)
     job.system.drain(10.0)
     job.system.close()
     return all(out)
