@@ -39,6 +39,8 @@ def training_state(optimizer: Optimizer, batches: Batches, device: torch.device)
         torch.set_rng_state(values["rng"])
         batches.position = int(values["sequences"])
         if device.type == "cuda":
+            if "cuda_rng" not in values:
+                raise ConfigError("the checkpoint was made without a GPU: it has no random state of one")
             torch.cuda.set_rng_state(values["cuda_rng"], device)
 
     def reshard(saved: SavedValues) -> Values:

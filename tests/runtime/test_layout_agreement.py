@@ -190,27 +190,15 @@ def other_names(rank: int, num_ranks: int, folder: str) -> list[str]:
     return [failure, *heard, str(restored(again, place)), str(again.tensors[f"w{rank}"].tolist())]
 
 
-def test_all_ranks_hear_alike_that_one_of_them_has_another_state(tmp_path: Path) -> None:
-    first, second = run_ranks(other_names, 2, str(tmp_path))
-    assert first == second
-    failure, memory, disk, iteration, values = first
-    assert failure == ""
-    assert "the copies of rank 1 in" in memory
-    for text in (memory, disk):
-        assert "w1 (float32 [3]) is missing" in text
-        assert "renamed (float32 [3]) is new" in text
-    assert (iteration, values) == ("2", "[1.0, 1.0, 1.0]")
-
-
 def shared_names(rank: int, num_ranks: int, folder: str) -> list[str]:
     """What is heard of names that several ranks have."""
     place, heard = Path(folder), []
     (place / "tier").mkdir(exist_ok=True)
     w = torch.ones(3)
     cases: list[Callable[[], FlatState]] = [
-        lambda: FlatState({"same": torch.ones(3), "experts.0.w": torch.full((3,), float(rank // 2))}),
-        lambda: FlatState({"experts.0.w": torch.ones(3 + rank // 2)}),
-        lambda: FlatState({"w": w, "head": w} if rank == 2 else {"w": w, "head": torch.ones(3)}),
+        lambda: FlatState({"same": torch.ones(3), "experts.0.w": torch.full((3,), float(rank))}),
+        lambda: FlatState({"experts.0.w": torch.ones(3 + rank)}),
+        lambda: FlatState({"w": w, "head": w} if rank == 1 else {"w": w, "head": torch.ones(3)}),
         lambda: FlatState({"same": torch.ones(3), f"rank{rank}/w": torch.full((3,), float(rank)), "head": w, "w": w}),
     ]
     for make in cases:
@@ -222,17 +210,6 @@ def shared_names(rank: int, num_ranks: int, folder: str) -> list[str]:
         finally:
             dist.barrier()
     return heard
-
-
-def test_a_name_with_other_contents_on_two_ranks_is_refused_on_all(tmp_path: Path) -> None:
-    results = run_ranks(shared_names, 3, str(tmp_path))
-    assert all(each == results[0] for each in results)
-    contents, shape, alias, fine = results[0]
-    for text in (contents, shape):
-        assert text.startswith("experts.0.w is on ranks 0, 1, 2 with other contents")
-        assert "rank2/experts.0.w" in text
-    assert alias.startswith("head is on ranks 0, 1, 2 with other contents")
-    assert fine == ""
 
 
 def replicated(rank: int, num_ranks: int, folder: str) -> list[Any]:
@@ -253,8 +230,48 @@ def replicated(rank: int, num_ranks: int, folder: str) -> list[Any]:
     return [alike, differing, iteration, tensors["w"].tolist(), tensors[f"own{rank}"].tolist()]
 
 
-def test_replicated_tensors_are_persisted_once_and_never_merged_if_they_come_to_differ(tmp_path: Path) -> None:
-    results = run_ranks(replicated, 2, str(tmp_path))
+def all_of_it(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
+    told = {}
+    for each in (other_names, shared_names, replicated):
+        (place := Path(folder) / each.__name__).mkdir(exist_ok=True)
+        told[each.__name__] = each(rank, num_ranks, str(place))
+    return told
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """By function, what it returned on each of two ranks: they are started once."""
+    by_rank = run_ranks(all_of_it, 2, str(tmp_path_factory.mktemp("ranks")))
+    return {name: [each[name] for each in by_rank] for name in by_rank[0]}
+
+
+def test_all_ranks_hear_alike_that_one_of_them_has_another_state(told: dict[str, list[Any]]) -> None:
+    first, second = told["other_names"]
+    assert first == second
+    failure, memory, disk, iteration, values = first
+    assert failure == ""
+    assert "the copies of rank 1 in" in memory
+    for text in (memory, disk):
+        assert "w1 (float32 [3]) is missing" in text
+        assert "renamed (float32 [3]) is new" in text
+    assert (iteration, values) == ("2", "[1.0, 1.0, 1.0]")
+
+
+def test_a_name_with_other_contents_on_two_ranks_is_refused_on_all(told: dict[str, list[Any]]) -> None:
+    results = told["shared_names"]
+    assert all(each == results[0] for each in results)
+    contents, shape, alias, fine = results[0]
+    for text in (contents, shape):
+        assert text.startswith("experts.0.w is on ranks 0, 1 with other contents")
+        assert "rank1/experts.0.w" in text
+    assert alias.startswith("head is on ranks 0, 1 with other contents")
+    assert fine == ""
+
+
+def test_replicated_tensors_are_persisted_once_and_never_merged_if_they_come_to_differ(
+    told: dict[str, list[Any]],
+) -> None:
+    results = told["replicated"]
     assert "ranks 0 and 1 have other contents under the one name w" in results[0][1]
     assert all(differing for _, differing, *_ in results)
     assert [(alike, *rest) for alike, _, *rest in results] == [

@@ -12,8 +12,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 
-from capricorn.errors import StateError
+from capricorn.errors import StateChangedError, StateError
 from capricorn.runtime.persist.layout import folder_of
+from capricorn.runtime.save.live_source import LiveSource
+from capricorn.runtime.store.slot import Layout
 from capricorn.systems.flat_state import FlatState, shown
 from capricorn.systems.tensor_bytes import DTYPES
 from tests.support.solo import attach, only_rank, persist, restored, save
@@ -117,3 +119,43 @@ def test_tensors_among_small_values_have_names_for_whoever_reads_the_folder_with
     state = {"rank0/value/rng": torch.zeros(5, dtype=torch.uint8), "rank0/value/optimizer/0/step": torch.tensor(0.0)}
     dcp.load(state, checkpoint_id=folder_of(tmp_path / "tier", 1), no_dist=True)
     assert fingerprint(list(state.values())) == fingerprint([values["rng"], torch.tensor(3.0)])
+
+
+def test_what_is_sent_from_live_memory_is_sent_from_where_it_is() -> None:
+    p, q = torch.nn.Parameter(torch.zeros(500, 3)), torch.zeros(70, 2)
+    state = FlatState({"p": p, "q": q})
+    layout = Layout(state.num_bytes, 1024, state.digest)
+    live = LiveSource(state, layout, torch.device("cpu"), buffer_bytes=4096, num_buffers=2)
+    p.data = torch.full((3, 500), 3.0).t()
+    state.capture()
+    live.begin()
+    blocks = [layout.block(index) for index in range(layout.num_blocks)]
+    sent = b"".join(bytes(live.view(block.start, block.stop)) for block in blocks)
+    assert sent[: p.nbytes] == bits(torch.full((500, 3), 3.0))
+
+
+def test_each_save_holds_the_tensors_of_its_iteration_wherever_they_were_put(tmp_path: Path) -> None:
+    p, seen = torch.nn.Parameter(torch.zeros(40)), []
+    system = attach(FlatState({"p": p}, capture=lambda: {"at": p.data_ptr()}, publish=seen.append), tmp_path)
+
+    def replace(iteration: int) -> None:
+        p.data = torch.full((40,), float(iteration))
+
+    save(system, *range(1, 6), change=replace)
+    system.close()
+    again = torch.nn.Parameter(torch.zeros(40))
+    assert restored(FlatState({"p": again}, capture=dict, publish=seen.append), tmp_path) == 5
+    assert again.unique().tolist() == [5.0]
+
+
+def test_a_tensor_that_is_another_ends_the_save_before_anything_is_staged(tmp_path: Path) -> None:
+    p = torch.nn.Parameter(torch.ones(40))
+    system = attach(FlatState({"p": p}), tmp_path)
+    save(system, 1)
+    p.data = torch.ones(40).double()
+    system.before_update(2)
+    with pytest.raises(StateChangedError, match="p was float32"):
+        system.after_update(2)
+    system.close()
+    again = torch.nn.Parameter(torch.zeros(40))
+    assert restored(FlatState({"p": again}), tmp_path) == 1
