@@ -85,7 +85,7 @@ def load_by_torch(me: Rank, folder: Path) -> None:
     reader = dcp.FileSystemReader(folder)
     found = reader.read_metadata().state_dict_metadata
     state = {key: torch.empty(each.size, dtype=each.properties.dtype) for key, each in found.items()}  # type: ignore[union-attr]
-    dcp.load(state, storage_reader=reader)
+    dcp.load(state, storage_reader=reader, no_dist=True)
     for key, tensor in me.tensors().items():
         # Counts of updates are named by the stack of experts that is updated in one; all are updated as often.
         tensor.copy_(state[key if key in state else "step/embedding.weight"])
