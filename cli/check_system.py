@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import rich_click as click
 from rich.text import Text
 
+from capricorn.config.fields import MAX_TIMEOUT_S, MIN_TIMEOUT_S
 from capricorn.conformance.subject import SystemUnderTest, under_test
 from capricorn.errors import ConfigError
 from capricorn.launch.interrupts import Interrupts
@@ -18,7 +19,7 @@ from capricorn.systems.settings import OPTIONS
 
 from .options import json_option
 from .output import console, print_json
-from .values import KINDS_OF_VALUE
+from .values import KINDS_OF_VALUE, FiniteRange
 
 if TYPE_CHECKING:
     from capricorn.conformance.rules import Rule, RuleResult
@@ -36,7 +37,7 @@ TIMEOUT_S = 5.0
 @click.option(
     "--timeout",
     "timeout_s",
-    type=float,
+    type=FiniteRange(MIN_TIMEOUT_S, MAX_TIMEOUT_S),
     default=TIMEOUT_S,
     show_default=True,
     metavar="SECONDS",

@@ -20,13 +20,12 @@ class OwnFiles(CheckpointSystem):
         self.file = lambda iteration, rank=job.rank: job.files_dir / f"{iteration}-{rank}"
 
     def after_update(self, iteration: int) -> None:
-        super().after_update(iteration)  # refuses one that does not come after the last
         if (every := self.job.config.every) and iteration % every == 0:
             self.state.capture()
             torch.save(self.state.tensors, part := self.file("part"))
             part.rename(self.file(iteration))  # with its name it counts, and so it must be whole
             dist.barrier(self.job.control_group)
-            self.latest = iteration  # now every rank has its file
+            self.latest = self.iteration_order.advance(iteration)  # now every rank has its file
             self.file(iteration - 2 * every).unlink(missing_ok=True)
 
     def restore(self) -> RestoreReport:

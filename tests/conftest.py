@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,8 @@ def _is_alone(session: pytest.Session) -> bool:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
+    # A shell's background job ignores SIGINT, and what it starts would rightly do the same; tests interrupt it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if _is_alone(session):
         _stores_before.update(_stores())
 

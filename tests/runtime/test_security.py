@@ -221,7 +221,6 @@ READERS: dict[str, Callable[[Path], object]] = {
     RUN: lambda path: read_run(path.parent),
     CAMPAIGN: lambda path: read_campaign(path.parent),
     COMPARE: lambda path: read_compare(path.parent),
-    ITERATIONS: lambda path: list(read_samples(path, IterationSample)),
     "loads.npz": trace_size,
 }
 
@@ -236,6 +235,17 @@ def test_a_record_that_is_a_pickle_is_refused_in_a_line_and_not_loaded(
     with pytest.raises(CapricornError, match=str(path) if name != "node.json" else name) as raised:
         READERS[name](path)
     assert "\n" not in str(raised.value)
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize("make", [payload, object_array, archive])
+def test_lines_of_a_record_that_are_a_pickle_count_as_damaged_and_are_not_loaded(
+    make: Callable[[Path], bytes], tmp_path: Path
+) -> None:
+    path, canary, damaged = tmp_path / ITERATIONS, tmp_path / "canary", list[int]()
+    path.write_bytes(make(canary) + b"\n")
+    assert list(read_samples(path, IterationSample, damaged)) == []
+    assert damaged
     assert not canary.exists()
 
 

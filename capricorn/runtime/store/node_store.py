@@ -137,7 +137,9 @@ class NodeStore:
 
     def _fit(self, path: Path, owner: int, layout: Layout) -> None:
         """Makes a slot file one of that layout, if nothing in it is lost by that."""
-        if not path.exists() or (header := read_header(path)) is None or header.layout == layout:
+        if path.is_symlink() or not path.exists():
+            return  # a link is refused where it is opened, and left to whoever made it
+        if (header := read_header(path)) is None or header.layout == layout:
             return
         if header.state != COMPLETE:
             path.unlink()
