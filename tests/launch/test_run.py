@@ -273,7 +273,7 @@ def test_a_garbage_record_is_refused_in_one_line(garbage: bytes, tmp_path: Path)
 
 def test_a_record_of_a_foreign_version_is_refused(tmp_path: Path, reference: Run) -> None:
     (tmp_path / "run.json").write_text(json.dumps(reference.record | {"schema_version": 99}))
-    assert_said_in_one_line(2, tmp_path, "schema version 99", "reads 1")
+    assert_said_in_one_line(2, tmp_path, "schema version is 99", "reads 1")
 
 
 @pytest.fixture
