@@ -97,7 +97,7 @@ def join_job(
         planner=planner or PlannerConfig(),
         persist=persist,
         persist_dir=_make_persistent_tier(Path(persist.dir)) if persist.dir else None,
-        store_dir=_make_store(Path(root) / (RUN_PREFIX + run_id), run_id, topology.node_of(rank), topology),
+        store_dir=_make_store(Path(root) / (RUN_PREFIX + run_id), run_id, topology.node_of(rank), topology, timeout_s),
         address=listening_address(Endpoint(address, 0), f"address={address!r}"),
     )
 
@@ -143,9 +143,9 @@ def _is_loopback(address: str) -> bool:
         return address == "localhost"
 
 
-def _make_store(folder: Path, run_id: str, node: int, topology: Topology) -> Path:
+def _make_store(folder: Path, run_id: str, node: int, topology: Topology, timeout_s: Seconds) -> Path:
     try:
-        lock_folder(folder, fcntl.LOCK_SH)  # held, with its descriptor, until this process ends
+        lock_folder(folder, fcntl.LOCK_SH, timeout_s)  # held, with its descriptor, until this process ends
         NodeStore.create(folder / f"node{node}", run_id, node, topology)
     except OSError as error:
         raise StoreError(f"cannot make the store {folder}: {error.strerror}") from None

@@ -342,7 +342,7 @@ class RunLock:
         os.close(self._fd)
 
 
-def lock_folder(folder: Path, kind: int) -> int:
+def lock_folder(folder: Path, kind: int, timeout_s: Seconds = LOCK_TIMEOUT_S) -> int:
     """Makes a folder if it is not there and takes its lock, of that kind of flock's; returns the lock's descriptor.
 
     Who only looks at the folder holds the lock for a moment, and may remove the folder before it is locked: it is
@@ -352,7 +352,7 @@ def lock_folder(folder: Path, kind: int) -> int:
         OSError: it cannot be made, or another process holds the lock.
         StoreError: it is not ours alone.
     """
-    deadline_s = time.monotonic() + LOCK_TIMEOUT_S
+    deadline_s = time.monotonic() + timeout_s
     while True:
         folder.mkdir(mode=0o700, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):  # it has just been removed
