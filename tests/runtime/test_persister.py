@@ -238,7 +238,7 @@ def test_a_message_that_makes_no_sense_is_said_by_name(
     act = "" if says is None else f"os.write(int(sys.argv[6]), {says.encode()!r} + b'\\n')\n"
     program.write_text(f"#!{sys.executable} -SE\nimport os, sys\n{act}")
     program.chmod(0o700)
-    monkeypatch.setattr("capricorn.runtime.persist.persister.sys.executable", str(program))
+    monkeypatch.setattr("capricorn.runtime.persist.persister.PYTHON", (str(program), "-P", "-m"))
     with closing(_Writer(task_in(tmp_path))) as writer, pytest.raises(StoreError) as caught:
         writer.take(Order(iteration=3, slot=tmp_path / "slot"), PATIENCE_S)
     assert str(caught.value).startswith(complaint)
