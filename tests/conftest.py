@@ -43,8 +43,9 @@ def _is_alone(session: pytest.Session) -> bool:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    # A shell's background job ignores SIGINT, and what it starts would rightly do the same; tests interrupt it.
+    # A shell's background job ignores these, and what it starts would rightly do the same; tests send them to it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     if _is_alone(session):
         _stores_before.update(_stores())
 

@@ -92,7 +92,7 @@ COLLECTIVES = {
     "gather_texts": lambda group: collectives.gather_texts(group, "mine", 8),
     "share_text": lambda group: collectives.share_text(group, "mine"),
     "share_secret": collectives.share_secret,
-    "total": lambda group: collectives.total(group, 1),
+    "maxima": lambda group: collectives.maxima(group, [1]),
     "newest": lambda group: collectives.newest(group, None),
     "barrier": collectives.barrier,
     "gather_addresses": lambda group: collectives.gather_addresses(group, ("here", 1)),
