@@ -9,9 +9,9 @@ PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -c constr
 run: $(VENV)/.installed
 	$(BIN)/capricorn-bench run --model mixtral-small --ckpt every-iter
 
-# Three at once, each with files of its own: many tests wait for processes that they have started.
+# Two at once, each with files of its own: many tests wait for processes that they have started.
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 3 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check
