@@ -31,7 +31,7 @@ def failure(act: str, error: OSError) -> CapricornError:
     return kind(f"cannot {act}: {error.strerror or error}")
 
 
-def in_words(error: OSError) -> str:
+def path_and_cause(error: OSError) -> str:
     """Returns the path of an error, where it has one, and its cause: `/x/run.json: Read-only file system`."""
     place = f"{error.filename}: " if error.filename else ""
     return f"{place}{error.strerror or error}"

@@ -28,6 +28,8 @@ from capricorn.units import Seconds
 
 PYTHON: Final = (sys.executable, "-P", "-m")
 """Starts a module: `[*PYTHON, MODULE, *ARGS]`."""
+STOPPED_S: Final[Seconds] = 3.0
+"""How long a process that forks others may be stopped while it owes an answer."""
 KILL_TIMEOUT_S: Final[Seconds] = 5.0
 """How long a process may take to end that was killed; one that takes longer waits within the kernel."""
 _PR_SET_PDEATHSIG: Final = 1
@@ -64,6 +66,21 @@ class AwakeClock:
         self._awake_s += min(now_s - self._looked_s, self._max_gap_s)
         self._looked_s = now_s
         return self._awake_s
+
+
+class AnswerWait:
+    """How long a process has owed an answer, by the time for which the one that waits was awake to hear it."""
+
+    def __init__(self, pid: int, poll_s: Seconds) -> None:
+        """Begins now; the process is looked at every `poll_s`."""
+        self._pid, self._awake, self._ran_s = pid, AwakeClock(2 * poll_s), 0.0
+
+    def look(self) -> tuple[Seconds, Seconds]:
+        """Returns for how long it has owed the answer, and for how long of that it has been stopped until now."""
+        now_s = self._awake()
+        if not is_stopped(thread_states(self._pid)):
+            self._ran_s = now_s
+        return now_s, now_s - self._ran_s
 
 
 def thread_states(pid: int) -> str:
@@ -116,6 +133,22 @@ def kill_child(child: Child, name: str) -> None:
         child.wait(KILL_TIMEOUT_S)
     except TimeoutExpired:
         tell_undead(name, getattr(child, "pid", 0))
+
+
+def end_child(child: Child, pid: int, timeout_s: Seconds, name: str) -> None:
+    """Waits for the end of a child that was told to end; kills it if it takes longer, or is stopped and hears nothing.
+
+    Args:
+        child: of this process.
+        pid: its own.
+        timeout_s: to wait at most.
+        name: by which it is named if it does not end even so.
+    """
+    from subprocess import TimeoutExpired  # as above
+
+    with contextlib.suppress(TimeoutExpired):
+        child.wait(0 if is_stopped(thread_states(pid)) else timeout_s)
+    kill_child(child, name)
 
 
 def tell_undead(name: str, pid: int) -> None:

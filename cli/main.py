@@ -11,7 +11,7 @@ import rich_click as click
 
 import capricorn
 from capricorn.errors import CapricornError
-from capricorn.files import failure, in_words
+from capricorn.files import failure, path_and_cause
 
 from .output import HELP, PROGRAM
 from .streams import end_streams, hush_libraries, own_streams
@@ -82,7 +82,7 @@ def _exit_code(arguments: Sequence[str] | None) -> int:
     except BrokenPipeError:  # who read it has gone, and need not be told
         return 1
     except OSError as error:  # nobody has named what it was about
-        return _fail(in_words(error), failure("go on", error).exit_code)
+        return _fail(path_and_cause(error), failure("go on", error).exit_code)
     except click.UsageError as error:
         return _fail(_describe(error), 2)
     except click.Abort:

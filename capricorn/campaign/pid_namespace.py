@@ -23,7 +23,7 @@ from capricorn.config.scenario import Scenario
 from capricorn.errors import CapricornError
 from capricorn.launch.interrupts import Interrupts
 from capricorn.launch.launcher import TICK_S, RunListener, launch
-from capricorn.process import PYTHON
+from capricorn.process import PYTHON, end_child
 from capricorn.runtime.store.node_store import RUN_PREFIX
 from capricorn.units import Seconds
 
@@ -81,11 +81,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
         for launcher in psutil.Process(process.pid).children():
             launcher.send_signal(signal.SIGTERM)
-    try:
-        process.wait(END_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    end_child(process, process.pid, END_TIMEOUT_S, "the namespace of a launcher")
 
 
 class _Teller(RunListener):

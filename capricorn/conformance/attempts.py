@@ -5,7 +5,6 @@ Knows no torch; what the ranks do is a generator that tells facts as it goes on,
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import select
@@ -18,15 +17,13 @@ from typing import Any, Final, Self
 
 from capricorn.conformance.subject import SystemUnderTest
 from capricorn.errors import CapricornError
-from capricorn.process import PYTHON, AwakeClock, is_stopped, kill_child, thread_states
+from capricorn.process import PYTHON, STOPPED_S, AnswerWait, end_child
 from capricorn.units import Seconds
 
 START_TIMEOUT_S: Final[Seconds] = 120.0
 """For the imports of the server and of a system."""
 STOP_TIMEOUT_S: Final[Seconds] = 20.0
 DEADLINE_S: Final[Seconds] = 60.0
-STOPPED_S: Final[Seconds] = 3.0
-"""How long the server may be stopped while it owes an answer."""
 POLL_S: Final[Seconds] = 0.2
 
 
@@ -135,9 +132,7 @@ class AttemptServer:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(0 if is_stopped(thread_states(self._process.pid)) else STOP_TIMEOUT_S)
-        kill_child(self._process, "the process that forks the ranks of the test")
+        end_child(self._process, self._process.pid, STOP_TIMEOUT_S, "the process that forks the ranks of the test")
         self._process.stdout.close()
 
     def _ask(self, request: str, timeout_s: Seconds) -> bytes:
@@ -149,12 +144,11 @@ class AttemptServer:
             self._process.stdin.write(request.encode())
         except BrokenPipeError:
             raise ended from None
-        awake, ran_s = AwakeClock(2 * POLL_S), 0.0
+        wait = AnswerWait(self._process.pid, POLL_S)
         while b"\n" not in self._received:
             self._check()
-            if not is_stopped(thread_states(self._process.pid)):
-                ran_s = awake()
-            if awake() > timeout_s or awake() - ran_s > STOPPED_S:
+            owed_s, stopped_s = wait.look()
+            if owed_s > timeout_s or stopped_s > STOPPED_S:
                 raise ended
             if select.select([self._process.stdout], [], [], POLL_S)[0]:
                 received = self._process.stdout.read(1 << 16)

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Final
 
 from capricorn.faults.launcher_watch import LauncherWatch
-from capricorn.process import PYTHON
+from capricorn.process import PYTHON, end_child
 from capricorn.runtime.store.node_store import NodeStore, RunLock
 from capricorn.topology import Topology
 from capricorn.units import Seconds
@@ -72,11 +72,7 @@ def _train(watch: LauncherWatch, root: Path, runs: Path) -> None:
     while watch.goes_on():
         time.sleep(POLL_S)
     job.terminate()
-    try:
-        job.wait(END_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        job.kill()
-        job.wait()
+    end_child(job, job.pid, END_TIMEOUT_S, "the neighbour's job")
 
 
 NEIGHBOURS: Final[Mapping[str, Callable[[LauncherWatch, Path, Path], None]]] = MappingProxyType({

@@ -75,6 +75,8 @@ class PersistedWait:
         """Returns when enough is persisted for that iteration to begin, or no more patience is left."""
         coming = (fault.num_persisted for fault in self._faults if fault.iteration >= iteration)
         needed = min(max(coming, default=0), num_due(self._job.scenario, iteration))
+        if not needed:
+            return
         begin_s = self._clock()
         end_s = begin_s + min(PATIENCE_S, self._left_s)
         while len(persisted_in(self._job)) < needed and self._clock() < end_s:

@@ -30,12 +30,19 @@ from capricorn.launch.launch_messages import (
     receive,
     to_bytes,
 )
-from capricorn.process import KILL_TIMEOUT_S, PYTHON, AwakeClock, is_stopped, kill_child, tell_undead, thread_states
+from capricorn.process import (
+    KILL_TIMEOUT_S,
+    PYTHON,
+    STOPPED_S,
+    AnswerWait,
+    end_child,
+    kill_child,
+    tell_undead,
+    thread_states,
+)
 from capricorn.units import Seconds
 
 READY_TIMEOUT_S: Final[Seconds] = 120.0
-STOPPED_S: Final[Seconds] = 3.0
-"""How long the fork server may be stopped while it owes an answer."""
 POLL_S: Final[Seconds] = 0.1
 STOP_TIMEOUT_S: Final[Seconds] = 10.0
 
@@ -186,9 +193,7 @@ class ForkServer:
     def close(self) -> None:
         """Ends it, and with it all that it has forked."""
         self._channel.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(0 if is_stopped(thread_states(self._process.pid)) else STOP_TIMEOUT_S)
-        kill_child(self._process, "the process that forks the workers")
+        end_child(self._process, self._process.pid, STOP_TIMEOUT_S, "the process that forks the workers")
         self._errors.close()
 
     def _expect(self, kind: type[Answer]) -> Answer:
@@ -198,15 +203,12 @@ class ForkServer:
             TimeoutError: there is none in time; with the reason.
             ConnectionError: it has ended.
         """
-        awake = AwakeClock(2 * POLL_S)
-        ran_s = 0.0
+        wait = AnswerWait(self._process.pid, POLL_S)
         while not select.select([self._channel], [], [], POLL_S)[0]:
-            now_s = awake()
-            if not is_stopped(thread_states(self._process.pid)):
-                ran_s = now_s
-            if now_s - ran_s > STOPPED_S:
+            owed_s, stopped_s = wait.look()
+            if stopped_s > STOPPED_S:
                 raise TimeoutError("is stopped")
-            if now_s > READY_TIMEOUT_S:
+            if owed_s > READY_TIMEOUT_S:
                 raise TimeoutError(f"does not answer within {READY_TIMEOUT_S:g} s")
         if not (message := receive(self._channel)):
             raise ConnectionError

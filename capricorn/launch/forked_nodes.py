@@ -44,7 +44,7 @@ from capricorn.launch.launch_messages import (
     to_bytes,
 )
 from capricorn.launch.nodes import UNREACHABLE
-from capricorn.launch.restart_policy import ProgressWatchdog, RestartBudget, SilenceWatchdog
+from capricorn.launch.restart_policy import MAX_GAP_S, RENDEZVOUS, ProgressWatchdog, RestartBudget, SilenceWatchdog
 from capricorn.process import AwakeClock, is_stopped
 from capricorn.records.job_file import Job
 from capricorn.records.samples import EVENTS, EventName, EventSample, IterationSample, append
@@ -53,10 +53,6 @@ from capricorn.units import Seconds
 
 GATHER_S: Final = 0.03
 """After a node was lost, how long to look whether others are, too."""
-MAX_GAP_S: Final[Seconds] = 0.5
-"""Between two waits; the launcher was busy or stopped itself if it is longer."""
-RENDEZVOUS: Final = -1
-"""The number of the rendezvous store among the nodes that may be silent."""
 
 
 class Waiting(Protocol):

@@ -38,7 +38,7 @@ from capricorn.emulation.testbed import PACED, NetworkBackend, create_network
 from capricorn.errors import CapricornError, RecordError, note_once
 from capricorn.faults.feasibility import check_faults
 from capricorn.faults.revert import Reverter
-from capricorn.files import in_words, named, write_text
+from capricorn.files import named, path_and_cause, write_text
 from capricorn.launch.cpu_meter import CpuMeter
 from capricorn.launch.fork_client import Forker, ForkServer
 from capricorn.launch.forked_nodes import ForkedNodes
@@ -132,7 +132,7 @@ def launch(
                 make_nodes = partial(ForkedNodes, forker=fork_server or stack.enter_context(ForkServer()))
             return _launch(scenario, out, listener, make_nodes, started)
     except OSError as error:  # by now all is ended and removed
-        raise CapricornError(f"the run failed: {in_words(error)}") from error
+        raise CapricornError(f"the run failed: {path_and_cause(error)}") from error
 
 
 def _launch(scenario: Scenario, out: Path, listener: RunListener, make_nodes: MakeNodes, started: datetime) -> Path:

@@ -13,6 +13,10 @@ from capricorn.launch.nodes import GaveUpError
 from capricorn.process import is_stopped
 from capricorn.units import Seconds
 
+MAX_GAP_S: Final[Seconds] = 0.5
+"""Between two looks of the launcher; it was busy or stopped itself if it is longer."""
+RENDEZVOUS: Final = -1
+"""The number of the rendezvous store among the nodes that are watched."""
 FIRST_ITERATION_PATIENCE_S: Final[Seconds] = 300.0
 """How long an iteration may take in which something happens for the first time."""
 PATIENCE_ITERATIONS: Final = 10

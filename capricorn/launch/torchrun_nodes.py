@@ -15,7 +15,7 @@ from capricorn.emulation.fabric import NamespaceEntry
 from capricorn.emulation.testbed import NetworkBackend
 from capricorn.errors import CapricornError
 from capricorn.launch.nodes import GaveUpError
-from capricorn.launch.restart_policy import RestartBudget, SilenceWatchdog
+from capricorn.launch.restart_policy import MAX_GAP_S, RENDEZVOUS, RestartBudget, SilenceWatchdog
 from capricorn.process import PYTHON, AwakeClock, Child, is_stopped, kill_child, thread_states
 from capricorn.records.job_file import Job
 from capricorn.records.samples import IterationSample
@@ -28,10 +28,6 @@ KEEP_ALIVE_ATTEMPTS = 5
 """A lost agent is noticed by torchrun's rendezvous after interval x attempts; its defaults make that 15 s."""
 JOIN_TIMEOUT_S = 300
 STOP_TIMEOUT_S: Seconds = 10.0
-MAX_GAP_S: Seconds = 0.5
-"""Between two waits; the launcher was busy or stopped itself if it is longer."""
-RENDEZVOUS = -1
-"""The number of the rendezvous store among the nodes that may be stopped."""
 
 
 class ChildProcess(Child, Protocol):

@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BeforeValidator, ValidationError
 from capricorn.config.fields import FrozenModel
 from capricorn.config.scenario import Scenario
 from capricorn.errors import RecordError, note_once
-from capricorn.files import named, open_file, write_text
+from capricorn.files import named, open_descriptor, open_file, write_text
 from capricorn.records.record_file import MAX_NAMED, check_schema, note_unknown, parse_record, read_json, read_known
 from capricorn.records.strict_json import numbers
 from capricorn.units import Bytes, BytesPerSecond, Seconds, count_noun
@@ -267,7 +267,7 @@ def append(path: Path, sample: FrozenModel, *, patience_s: Seconds = 0.0) -> Non
 def _added(path: Path, line: bytes, *, may_fail: bool) -> bool:
     """Adds a line; returns False if there is no room for it and that is no error yet."""
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o644)
+        descriptor = open_descriptor(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         try:
             _write_line(descriptor, line)
         finally:

@@ -72,7 +72,7 @@ def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return [*changed, *paired] or order
 
 
-def in_words(found: Sequence[str]) -> str:
+def shortened(found: Sequence[str]) -> str:
     """Returns the first differences, and how many more there are."""
     more = f", and {len(found) - SHOWN} more differ" if len(found) > SHOWN else ""
     return "; ".join(found[:SHOWN]) + more
@@ -92,12 +92,12 @@ def _explain(
     """Returns what differs, alike on all ranks."""
     manifests = gather_long_texts(group, json.dumps(state.manifest()))
     mine = ""
-    for owner, copies in differing.items():
+    if differing:
+        owner, copies = next(iter(differing.items()))
         sizes = {copy.block_bytes for copy in copies} - {layouts[owner].block_bytes}
         cut = [f"they are cut into blocks of {format_bytes(size)}: set system.block_bytes={size}" for size in sizes]
         found = cut or differences(store.read_manifest(owner), json.loads(manifests[owner]))
-        mine = f"the copies of rank {owner} in {store.folder} are of another state: {in_words(found)}"
-        break
+        mine = f"the copies of rank {owner} in {store.folder} are of another state: {shortened(found)}"
     first = next(filter(None, gather_texts(group, mine, _TEXT_BYTES)))
     return f"{first}; nothing was touched: lay the state out as it was, or use another run id or 'clean'"
 

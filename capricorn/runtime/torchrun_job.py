@@ -29,7 +29,6 @@ from capricorn.units import Seconds
 
 BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 NETWORK: Final = Path("/proc/self/ns/net")
-POLL_S: Final[Seconds] = 0.02
 _TEXT_BYTES: Final = 128
 
 

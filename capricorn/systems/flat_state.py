@@ -21,7 +21,15 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 from capricorn.errors import StateChangedError, StateError
 from capricorn.systems import small_values
 from capricorn.systems.small_values import Encoded, aligned
-from capricorn.systems.tensor_bytes import DTYPES, bytes_at, describe, dtype_name, flat_bytes, refusal_in_place
+from capricorn.systems.tensor_bytes import (
+    DTYPES,
+    bytes_at,
+    content_of,
+    describe,
+    dtype_name,
+    flat_bytes,
+    refusal_in_place,
+)
 from capricorn.units import KIB, Bytes, format_bytes
 
 VALUES: Final = "value/all"
@@ -210,9 +218,8 @@ class FlatState:
         """Returns a 64-bit digest of the content, whatever room the small values have; captures them first."""
         self.capture()
         hasher = xxh3_64()
-        with torch.no_grad():
-            for tensor in (*self._laid.live.values(), self._block_B[: self._used_bytes]):
-                hasher.update(flat_bytes(tensor.cpu().contiguous()).numpy().data)
+        for tensor in (*self._laid.live.values(), self._block_B[: self._used_bytes]):
+            hasher.update(content_of(tensor))
         return hasher.intdigest()
 
     def manifest(self) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class Encoded:
     def _encode(self, value: Any, path: Keys) -> Any:
         kind = type(value)
         if len(path) > MAX_DEPTH:
-            raise StateError(f"{in_words(path[:3])}... is nested deeper than {MAX_DEPTH} levels, or holds itself")
+            raise StateError(f"{path_in_words(path[:3])}... is nested deeper than {MAX_DEPTH} levels, or holds itself")
         if kind is str:
             return value if _is_unicode(value) else {"str": value.encode("utf-8", "surrogatepass").hex()}
         if value is None or kind is bool or (kind is int and -(1 << 63) <= value < 1 << 63):
@@ -94,19 +94,19 @@ class Encoded:
             return {"tensor": self._tensor(value, path)}
         if kind is np.ndarray or isinstance(value, np.generic):
             return {"array" if kind is np.ndarray else "numpy": self._tensor(_from_numpy(value, path), path)}
-        raise StateError(f"{in_words(path)} is a {kind.__name__}, which is not kept: make plain values of it")
+        raise StateError(f"{path_in_words(path)} is a {kind.__name__}, which is not kept: make plain values of it")
 
     def _key(self, key: Any, path: Keys) -> Any:
         num_tensors = len(self.tensors)
         encoded = self._encode(key, (*path, "a key"))
         if len(self.tensors) > num_tensors:
-            raise StateError(f"{in_words(path)} has a tensor as a key or member, which would come back as another")
+            raise StateError(f"{path_in_words(path)} has a tensor as a key or member, which would come back as another")
         return encoded
 
     def _tensor(self, tensor: Tensor, path: Keys) -> str:
         plain = tensor.detach().resolve_conj().resolve_neg() if type(tensor) in _RESOLVED else tensor
         if refusal := refusal_of(plain):
-            raise StateError(f"{in_words(path)} {refusal}")
+            raise StateError(f"{path_in_words(path)} {refusal}")
         stem = "/".join(map(_name_of, path)) or "all"
         name, number = stem, 2
         while name in self.tensors or name == TREE:
@@ -159,7 +159,7 @@ def read(block_B: Tensor) -> Any:
 def sizes_of(values: Any) -> dict[str, Bytes]:
     """Returns, by its path, the size of each value right below the root; of values that are no table, the whole."""
     named = values if type(values) in _MAPPINGS else {}
-    return {in_words((key,)): Encoded(each).num_bytes for key, each in named.items()} or {
+    return {path_in_words((key,)): Encoded(each).num_bytes for key, each in named.items()} or {
         "it": Encoded(values).num_bytes
     }
 
@@ -169,7 +169,7 @@ def aligned(num_bytes: Bytes) -> Bytes:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def in_words(path: Sequence[Any]) -> str:
+def path_in_words(path: Sequence[Any]) -> str:
     """Returns a path as it is written in Python, after `capture()`."""
     return "capture()" + "".join(f"[{key!r}]" for key in path)
 
@@ -245,5 +245,5 @@ def _from_numpy(array: Any, path: Keys) -> Tensor:
         return torch.from_numpy(np.array(array, order="C", copy=True))
     except (TypeError, ValueError):
         raise StateError(
-            f"{in_words(path)} is of numpy's dtype {array.dtype}, which is not kept: keep numbers"
+            f"{path_in_words(path)} is of numpy's dtype {array.dtype}, which is not kept: keep numbers"
         ) from None

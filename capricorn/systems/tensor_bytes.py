@@ -78,3 +78,8 @@ def bytes_at(tensor: Tensor, start: int, num_bytes: int) -> Tensor:
     """Returns bytes of the storage of a tensor as a flat uint8 view."""
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return flat.set_(tensor.untyped_storage(), start, (num_bytes,), (1,))
+
+
+def content_of(tensor: Tensor) -> memoryview:
+    """Returns the bytes of a tensor's values in their order, wherever it lies in memory."""
+    return flat_bytes(tensor.detach().cpu().contiguous()).numpy().data

@@ -17,16 +17,9 @@ from capricorn.emulation.testbed import NAMESPACES, PACED, USER_NAMESPACES, crea
 from capricorn.errors import ConfigError
 from capricorn.records.job_file import JOB, Job
 from capricorn.records.samples import LINKS, PACE, LinkSample, PaceSample, read_run, read_samples
-from tests.support.namespaces import refusal
+from tests.support.namespaces import CLUSTER, refusal
 from tests.support.runs import LiveRun, Run, assert_same_losses, command, faults, polls, run
 
-CLUSTER = """
-nodes = 2
-rate_bytes_per_s = "400Mbit"
-attention_s = 0.02
-expert_s = 0.02
-storage = "nvme-gen4"
-"""
 SLOW = pytest.mark.slow
 KILL, NODE_LOSS = "kill@rank=1,iteration=5", "node-loss@node=1,iteration=5,op=expert.0.backward"
 SHORT = ("--iterations", "8", "--warmup", "2")

@@ -292,25 +292,15 @@ def test_a_slow_disk_takes_a_hundred_times_as_long_for_its_time(paced: Job) -> N
     assert any(reverter.tick() or took(paced.storage_dir / "node0") == pytest.approx(1.0) for _ in polls(DEADLINE_S))
 
 
-def test_a_full_disk_has_room_again_after_its_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "folder"), [("disk-full", "files_dir"), ("records-full", "run_dir")])
+def test_a_full_file_system_has_room_again_after_its_time(kind: str, folder: str, tmp_path: Path) -> None:
     job = make_job(tmp_path)
     with tmpfs("1M") as root:
-        job = job.model_copy(update={"files_dir": root})
-        inject(fault("disk-full@iteration=3"), FaultContext(job, 0))
+        job = job.model_copy(update={folder: root})
+        inject(fault(f"{kind}@iteration=3"), FaultContext(job, 0))
         assert not os.statvfs(root).f_bavail
         reverter = Reverter(job, Loopback())
-        reverter.on_event(event_of("disk-full@iteration=3,seconds=0.01"))
-        assert any(reverter.tick() or os.statvfs(root).f_bavail for _ in polls(DEADLINE_S))
-
-
-def test_full_records_have_room_again_after_their_time(tmp_path: Path) -> None:
-    job = make_job(tmp_path)
-    with tmpfs("1M") as root:
-        job = job.model_copy(update={"run_dir": root})
-        inject(fault("records-full@iteration=3"), FaultContext(job, 0))
-        assert not os.statvfs(root).f_bavail
-        reverter = Reverter(job, Loopback())
-        reverter.on_event(event_of("records-full@iteration=3,seconds=0.01"))
+        reverter.on_event(event_of(f"{kind}@iteration=3,seconds=0.01"))
         assert any(reverter.tick() or os.statvfs(root).f_bavail for _ in polls(DEADLINE_S))
 
 

@@ -13,10 +13,10 @@ from capricorn.config.cluster import ClusterConfig
 from capricorn.config.scenario import LaunchConfig
 from capricorn.emulation.testbed import Loopback
 from capricorn.launch.fork_client import FakeForkServer, FakeNodeAgent, FakeProcess
-from capricorn.launch.forked_nodes import GATHER_S, MAX_GAP_S, ForkedNodes
+from capricorn.launch.forked_nodes import GATHER_S, ForkedNodes
 from capricorn.launch.launch_messages import RankEnded, RankFrozen
 from capricorn.launch.nodes import FAILED, UNREACHABLE, GaveUpError
-from capricorn.launch.restart_policy import FIRST_ITERATION_PATIENCE_S, START_PATIENCE_S
+from capricorn.launch.restart_policy import FIRST_ITERATION_PATIENCE_S, MAX_GAP_S, START_PATIENCE_S
 from capricorn.records.job_file import Job
 from capricorn.records.samples import EVENTS, EventSample, read_samples
 from tests.support.comparisons import sample_of

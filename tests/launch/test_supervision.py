@@ -15,7 +15,7 @@ import pytest
 
 from capricorn.emulation.testbed import NAMESPACES, PACED, USER_NAMESPACES
 from capricorn.records.samples import EventSample
-from tests.support.namespaces import refusal
+from tests.support.namespaces import CLUSTER, refusal
 from tests.support.processes import children_of, command_of
 from tests.support.runs import LiveRun, Run, assert_ok, assert_same_losses, polls, run
 
@@ -26,13 +26,6 @@ SHORT = ("--iterations", "8", "--warmup", "2")
 TORCHRUN = ("--set", "launch.restart=torchrun")
 NEW_PIDS = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 CHILD_OF_1 = (*NEW_PIDS, "sh", "-c", '"$@"; exit $?', "sh")
-CLUSTER = """
-nodes = 2
-rate_bytes_per_s = "400Mbit"
-attention_s = 0.02
-expert_s = 0.02
-storage = "nvme-gen4"
-"""
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,14 @@ from capricorn.emulation.fabric import Fabric, NamespaceEntry, Shape
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 30.0
+CLUSTER = """
+nodes = 2
+rate_bytes_per_s = "400Mbit"
+attention_s = 0.02
+expert_s = 0.02
+storage = "nvme-gen4"
+"""
+"""A small cluster whose links and storage are modelled."""
 
 
 @cache

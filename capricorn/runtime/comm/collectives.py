@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from capricorn.errors import PeerLostError
+from capricorn.runtime.deadline import MIN_S
 from capricorn.runtime.store.slot import Layout
 from capricorn.units import Seconds
 
@@ -24,8 +25,6 @@ _TEXT_BYTES = 64
 _SECRET_BYTES = 32
 _SIGN = 1 << 63
 _NO_ITERATION: Final = -1
-_MIN_WAIT_S: Final[Seconds] = 0.001
-"""A shorter wait has no deadline at all to torch."""
 _SOURCE_PLACE = re.compile(r"^\[[^]]*\] *")
 """The source file and line that gloo puts in front of what it says."""
 
@@ -60,7 +59,7 @@ def finish(group: dist.ProcessGroup, work: dist.Work, what: str, timeout_s: Seco
         if timeout_s is None:
             work.wait()
         else:
-            work.wait(timedelta(seconds=max(_MIN_WAIT_S, timeout_s)))
+            work.wait(timedelta(seconds=max(MIN_S, timeout_s)))
 
 
 def gather_layouts(group: dist.ProcessGroup, mine: Layout) -> list[Layout]:
@@ -99,7 +98,7 @@ def gather_long_texts(group: dist.ProcessGroup, mine: str, what: str = "the othe
 
 def maximum(group: dist.ProcessGroup, mine: int, what: str = "the largest number of all ranks") -> int:
     """Returns the largest of the values of all ranks; `what` says what is waited for."""
-    return _reduced(group, mine, dist.ReduceOp.MAX, what)
+    return maxima(group, [mine], what)[0]
 
 
 def newest(group: dist.ProcessGroup, mine: int | None) -> int | None:
@@ -145,10 +144,3 @@ def gather(group: dist.ProcessGroup, mine: torch.Tensor, what: str = "the others
     with waiting_for(group, what):
         dist.all_gather(rows, mine, group=group)
     return rows
-
-
-def _reduced(group: dist.ProcessGroup, mine: int, op: dist.ReduceOp.RedOpType, what: str) -> int:
-    value = torch.tensor(mine)
-    with waiting_for(group, what):
-        dist.all_reduce(value, op, group=group)
-    return int(value)

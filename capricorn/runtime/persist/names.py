@@ -16,7 +16,7 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 from capricorn.errors import StateError
 from capricorn.runtime.comm.collectives import gather, gather_texts, maximum
 from capricorn.systems.flat_state import FlatState
-from capricorn.systems.tensor_bytes import describe, flat_bytes
+from capricorn.systems.tensor_bytes import content_of, describe
 
 _TEXT_BYTES: Final = 1024
 
@@ -64,8 +64,7 @@ def _content_of(state: FlatState, name: str) -> int:
         return _id_of(f"another name of {state.aliases[name]}".encode())
     tensor, hasher = state.tensors[name], xxh3_64()
     hasher.update(describe(tensor.cpu()).encode())
-    with torch.no_grad():
-        hasher.update(flat_bytes(tensor.cpu().contiguous()).numpy().data)
+    hasher.update(content_of(tensor))
     return hasher.intdigest() >> 1 or 1
 
 

@@ -5,12 +5,13 @@ Collective; nothing live is touched.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from capricorn.errors import ConfigError, LayoutMismatchError, StateError, StoreError
 from capricorn.runtime.comm.collectives import gather_texts, maxima, newest
-from capricorn.runtime.layout_agreement import in_words
+from capricorn.runtime.layout_agreement import shortened
 from capricorn.runtime.persist.layout import Manifest, folder_of, iterations_in
 from capricorn.runtime.persist.load import lasting, load_into, missing, select, small_values_of
 from capricorn.runtime.store.node_store import NodeStore
@@ -21,7 +22,7 @@ from capricorn.systems.small_values import Encoded
 from capricorn.units import format_bytes
 
 _TEXT_BYTES: Final = 1024
-_WHOLE, _UNFIT = "whole ", "unfit "
+_WHOLE, _UNFIT = "whole:", "unfit:"
 """The judgement of a rank on a checkpoint begins with one of these; otherwise it says how it is damaged."""
 
 
@@ -81,7 +82,7 @@ class PersistentTier:
             self._refused.add(iteration)
             return damage
         sources = self._sources(folder, manifest)
-        answer, slot, values = f"{_WHOLE}", None, None
+        answer, slot, values = _WHOLE, None, None
         try:
             values = self._small_values(folder, manifest)
         except ConfigError as error:
@@ -116,8 +117,8 @@ class PersistentTier:
         except StoreError as error:
             answer = str(error)
         answers = gather_texts(self._group, answer, _TEXT_BYTES)
-        if unfit := [text.removeprefix(_UNFIT) for text in answers if text.startswith(_UNFIT)]:
-            raise ConfigError(unfit[0])
+        if unfit := _first_unfit(answers):
+            raise ConfigError(unfit)
         if len(set(answers)) == 1 and manifest is not None:
             return "", manifest
         damaged = (text for text in answers if not text.startswith(_WHOLE))
@@ -133,9 +134,9 @@ class PersistentTier:
         mine = set(sources.values())
         taken = maxima(self._group, [key in mine for key in lasting(manifest)])
         left = missing(manifest, map(bool, taken))
-        differing = [text for text in gather_texts(self._group, in_words(problems), _TEXT_BYTES) if text]
+        differing = [text for text in gather_texts(self._group, shortened(problems), _TEXT_BYTES) if text]
         if left or differing:
-            found = in_words([*left[: 1 if differing else len(left)], *differing[:1]])
+            found = shortened([*left[: 1 if differing else len(left)], *differing[:1]])
             raise LayoutMismatchError(
                 f"{folder} is of another state: {found}; nothing was touched: lay the state out as it was, or name "
                 "another --persist-dir"
@@ -171,12 +172,17 @@ class PersistentTier:
             ConfigError: on all ranks, if the checkpoint does not fit one.
         """
         answers = gather_texts(self._group, answer, _TEXT_BYTES)
-        if unfit := [text.removeprefix(_UNFIT) for text in answers if text.startswith(_UNFIT)]:
-            raise ConfigError(f"{folder} does not fit: {unfit[0]}; name another --persist-dir")
-        return next((text for text in answers if not text.startswith(_WHOLE.strip())), "")
+        if unfit := _first_unfit(answers):
+            raise ConfigError(f"{folder} does not fit: {unfit}; name another --persist-dir")
+        return next((text for text in answers if not text.startswith(_WHOLE)), "")
 
     def _note(self, manifest: Manifest) -> None:
         if manifest.world_size != self._world_size:
             self.notes.append(
                 f"spread from {manifest.world_size} ranks over {self._world_size}: random states are drawn anew"
             )
+
+
+def _first_unfit(answers: Sequence[str]) -> str:
+    """Returns why a checkpoint does not fit the first rank that it does not fit; empty if it fits all."""
+    return next((text.removeprefix(_UNFIT) for text in answers if text.startswith(_UNFIT)), "")
