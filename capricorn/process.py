@@ -33,6 +33,7 @@ STOPPED_S: Final[Seconds] = 3.0
 KILL_TIMEOUT_S: Final[Seconds] = 5.0
 """How long a process may take to end that was killed; one that takes longer waits within the kernel."""
 _PR_SET_PDEATHSIG: Final = 1
+_PR_SET_NAME: Final = 15
 
 
 def die_with_parent(parent: int) -> None:
@@ -43,6 +44,11 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent was gone before the call
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def name_process(name: str) -> None:
+    """Gives this process a name of at most 15 letters, by which `ps`, `top` and `pkill` know it."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
 
 
 class AwakeClock:
@@ -121,6 +127,12 @@ class Child(Protocol):
     def wait(self, timeout: Seconds | None = None) -> int: ...
 
     def kill(self) -> None: ...
+
+
+class PolledChild(Child, Protocol):
+    """A child that is also watched; `subprocess.Popen` is one."""
+
+    def poll(self) -> int | None: ...
 
 
 def kill_child(child: Child, name: str) -> None:

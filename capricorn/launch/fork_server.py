@@ -57,7 +57,8 @@ def _import_all() -> None:
     import torch.distributed.checkpoint.state_dict_saver
 
     import capricorn.launch.node_agent
-    import capricorn.launch.worker  # noqa: F401
+    import capricorn.launch.worker
+    import capricorn.runtime.persist.writer  # noqa: F401
 
     torch.set_num_threads(1)  # results are bit-reproducible at a fixed number of threads only
     gc.collect()

@@ -215,6 +215,7 @@ class NodeAgent:
     def _become(self, rank: int, attempt: int, link: socket.socket, agent: int) -> None:
         """Turns a forked process into a rank, and ends it with that; `agent` is the process that forked it."""
         from capricorn.launch.worker import run_forked
+        from capricorn.runtime.persist.writer_forker import WriterForker
 
         code = FAILED
         try:
@@ -226,8 +227,10 @@ class NodeAgent:
             for process in self._processes.values():
                 process.link.close()
                 os.close(process.pidfd)
+            start_writer = WriterForker().start if self._job.scenario.persist.every else None  # before any thread
             threading.Thread(target=self._beat, args=(rank,), name="capricorn-heartbeat", daemon=True).start()
-            code = run_forked(self._job, ForkedContext(self._job, rank, attempt, self._endpoint), link)
+            context = ForkedContext(self._job, rank, attempt, self._endpoint, start_writer)
+            code = run_forked(self._job, context, link)
         except BaseException as error:  # noqa: BLE001 - the process ends here, and says in the log why
             traceback.print_exception(error)
         finally:

@@ -19,6 +19,7 @@ from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[a
 from capricorn.records.job_file import ATTEMPT, Job
 from capricorn.runtime.comm.addresses import own_address
 from capricorn.runtime.comm.collectives import maximum
+from capricorn.runtime.persist.writer_process import WriterStarter
 
 COLLECTIVE_TIMEOUT: Final = timedelta(seconds=120)
 SUPERVISED_TIMEOUT: Final = timedelta(minutes=30)
@@ -48,6 +49,8 @@ class RankContext(Protocol):
     world_size: int
     attempt: int
     """The attempt as far as it is known before the rendezvous."""
+    start_writer: WriterStarter | None
+    """Starts a writer of the persistent tier; None where it is started afresh."""
 
     def rendezvous(self, backend: str) -> RendezvousResult:
         """Meets the other ranks and makes the process groups of the attempt; collective."""
@@ -60,6 +63,8 @@ class RankContext(Protocol):
 
 class TorchrunContext:
     """The context of a rank that torchrun has started, by its environment."""
+
+    start_writer: WriterStarter | None = None
 
     def __init__(self, job: Job) -> None:
         self._job, self.attempt = job, 0
@@ -83,9 +88,25 @@ class TorchrunContext:
 class ForkedContext:
     """The context of a rank that its node agent has forked; it may meet the others in one attempt after the other."""
 
-    def __init__(self, job: Job, rank: int, attempt: int, endpoint: tuple[str, int]) -> None:
+    def __init__(
+        self,
+        job: Job,
+        rank: int,
+        attempt: int,
+        endpoint: tuple[str, int],
+        start_writer: WriterStarter | None = None,
+    ) -> None:
+        """Starts nothing.
+
+        Args:
+            job: what is run.
+            rank: of this process.
+            attempt: the first in which it takes part.
+            endpoint: host and port of the rendezvous store.
+            start_writer: starts a writer of the persistent tier; None where it is started afresh.
+        """
         self._job, self.rank, self.world_size = job, rank, job.scenario.topology.world_size
-        self.attempt, self._endpoint = attempt, endpoint
+        self.attempt, self._endpoint, self.start_writer = attempt, endpoint, start_writer
 
     def rendezvous(self, backend: str) -> RendezvousResult:
         # A store that outlives all ranks needs a name for each attempt: addresses of the dead must not be read.

@@ -46,7 +46,7 @@ from capricorn.launch.rank_context import (
 )
 from capricorn.launch.recorder import Recorder, was_ever_complete
 from capricorn.process import die_with_parent
-from capricorn.records.job_file import Job
+from capricorn.records.job_file import Fatal, Job
 from capricorn.runtime.comm.collectives import maximum, share_text
 from capricorn.runtime.persist.layout import iterations_in
 from capricorn.systems.interface import CheckpointSystem, JobContext
@@ -163,7 +163,7 @@ class Worker:
         except RecordError as unwritten:  # the launcher would not hear of the failure, and start again in vain
             is_hopeless, error = True, error if is_hopeless else unwritten
         if is_hopeless:
-            self._job.say_fatal(f"{type(error).__name__}: {error}")
+            self._job.say_fatal(_fatal(error))
         self._system.close()
 
     def can_stay(self, error: BaseException) -> bool:
@@ -246,6 +246,7 @@ class Worker:
             settings=settings_of(scenario),
             persist=scenario.persist,
             persist_dir=self._job.persist_dir,
+            start_writer=self._context.start_writer,
             model=scenario.model.name,
         )
 
@@ -288,6 +289,12 @@ class Worker:
         self._system.close()
         dist.barrier(group=self._control)  # or a fast rank's end would look like a failure to a slow one
         dist.destroy_process_group()
+
+
+def _fatal(error: BaseException) -> Fatal:
+    if isinstance(error, ConfigError):
+        return Fatal(why=str(error), is_users_mistake=True)
+    return Fatal(why=f"{type(error).__name__}: {error}")
 
 
 def _in_words(error: BaseException) -> str:

@@ -17,7 +17,7 @@ from capricorn.records.record_file import parse_record, read_json
 from capricorn.units import Seconds
 
 JOB: Final = "job.json"
-FATAL: Final = "fatal.txt"
+FATAL: Final = "fatal.json"
 """The file in which a rank says why starting again cannot help; the launcher then ends the run."""
 ATTEMPT: Final = "attempt"
 """The file that holds the number of the attempt where torchrun starts the ranks."""
@@ -25,6 +25,14 @@ WORKERS: Final = "workers"
 """The folder of the ranks' processes, a file for each rank."""
 FAULTS: Final = "faults"
 """The folder of the marks of failures that were injected."""
+
+
+class Fatal(FrozenModel):
+    """Why starting again cannot help."""
+
+    why: str
+    is_users_mistake: bool = False
+    """As opposed to a failure of the run."""
 
 
 class Job(FrozenModel):
@@ -74,17 +82,18 @@ class Job(FrozenModel):
         """
         return self.epoch_s + time.monotonic()
 
-    def say_fatal(self, why: str) -> None:
+    def say_fatal(self, fatal: Fatal) -> None:
         """Says why starting again cannot help, for the launcher; beside the store where the disk of records is full."""
         for folder in (self.run_dir, self.store_dir):
             with contextlib.suppress(CapricornError):  # without a word the launcher gives up later, and says less
-                write_text(folder / FATAL, why)
+                write_text(folder / FATAL, fatal.model_dump_json())
                 return
 
-    def fatal(self) -> str:
-        """Returns what a rank said so; empty if none did."""
+    def fatal(self) -> Fatal | None:
+        """Returns what a rank said so; None if none did."""
         files = (folder / FATAL for folder in (self.run_dir, self.store_dir))
-        return next((text for file in files if file.is_file() and (text := file.read_text(encoding="utf-8"))), "")
+        texts = (file.read_text(encoding="utf-8") for file in files if file.is_file())
+        return next((Fatal.model_validate_json(text) for text in texts if text), None)
 
     def node_dir(self, node: int) -> Path:
         """Returns the folder of a node's part of the store."""

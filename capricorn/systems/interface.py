@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from capricorn.config.planner import PlannerConfig
 from capricorn.config.scenario import PersistConfig, SystemConfig
 from capricorn.hooks import TrainerHook
+from capricorn.process import PolledChild
 from capricorn.systems.iteration_order import IterationOrder
 from capricorn.topology import Topology
 from capricorn.units import Bytes, BytesPerSecond, Seconds
@@ -64,6 +65,8 @@ class JobContext:
     persist: PersistConfig = field(default_factory=PersistConfig)
     persist_dir: Path | None = None
     """Folder of the persistent tier, which all nodes reach; made by the launcher, and left as it is."""
+    start_writer: Callable[[Any, Sequence[int]], PolledChild] | None = None
+    """Starts a process that writes the persistent tier; None where the runtime is to start it afresh."""
     model: str = ""
     """Its name, if known."""
     settings: Any = None

@@ -18,7 +18,7 @@ from capricorn.errors import CapricornError, ConfigError, RecordError
 from capricorn.launch.interrupts import SIGNALS
 from capricorn.launch.launcher import RunListener, launch
 from capricorn.launch.nodes import FakeNodes, GaveUpError
-from capricorn.records.job_file import Job
+from capricorn.records.job_file import FATAL, Fatal, Job
 from capricorn.records.samples import EVENTS, ITERATIONS, EventSample, IterationSample, RunRecord, append, read_run
 from tests.support.comparisons import sample_of
 from tests.support.small_files import files_end_at
@@ -93,9 +93,9 @@ class Stage:
 
         return act
 
-    def be_hopeless(self, why: str) -> Callable[[], object]:
+    def be_hopeless(self, why: str, *, is_users_mistake: bool = False) -> Callable[[], object]:
         """An act: a rank says why starting again cannot help."""
-        return lambda: self.job.say_fatal(why)
+        return lambda: self.job.say_fatal(Fatal(why=why, is_users_mistake=is_users_mistake))
 
     def with_full_disk(self, act: Callable[[], object]) -> Callable[[], None]:
         """An act while no record of samples can grow by a whole line."""
@@ -142,8 +142,13 @@ def test_a_rank_that_says_why_starting_again_cannot_help_ends_the_run(stage: Sta
     assert "stopped after 1" in stage.record().verdict
 
 
+def test_a_mistake_of_the_users_that_only_a_rank_can_see_is_told_as_one(stage: Stage) -> None:
+    with pytest.raises(ConfigError, match=r"^the run cannot go on: no tensor 'x' in the checkpoint$"):
+        stage.launch(stage.be_hopeless("no tensor 'x' in the checkpoint", is_users_mistake=True))
+
+
 def test_a_file_of_last_words_without_a_word_ends_nothing(stage: Stage) -> None:
-    stage.launch(stage.be_hopeless(""), *map(stage.iterate, range(1, 5)))
+    stage.launch(lambda: (stage.job.run_dir / FATAL).write_text(""), *map(stage.iterate, range(1, 5)))
     assert stage.record().verdict == "ok"
 
 
@@ -282,7 +287,7 @@ def test_an_interrupt_stays_one_where_the_record_cannot_be_written(
 def test_last_words_go_where_there_is_room(full: str, stage: Stage) -> None:
     def act() -> None:
         folder = stage.job.run_dir if full == "out" else stage.job.store_dir
-        (folder / "fatal.txt").mkdir()  # no file can take its place
+        (folder / FATAL).mkdir()  # no file can take its place
         stage.be_hopeless("no room")()
 
     with pytest.raises(CapricornError, match=r"^the run cannot go on: no room$"):

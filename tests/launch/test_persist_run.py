@@ -16,7 +16,7 @@ import pytest
 
 from capricorn.runtime.persist.layout import Manifest, Stored, folder_of
 from capricorn.runtime.persist.survey import complete_in, survey_persistent_tier
-from tests.support.processes import command_of
+from capricorn.runtime.persist.writer_process import WRITER_NAME
 from tests.support.runs import LiveRun, Run, assert_ok, assert_same_losses, command, faults, polls, run
 
 LONG = ("--iterations", "400")
@@ -131,7 +131,7 @@ def test_what_is_complete_on_disk_is_exact_whenever_and_whatever_is_killed(tmp_p
                     assert seen.setdefault(iteration, sums) == sums
         last, store = max(seen), live.store()
     shutil.rmtree(store)
-    quiet = ("--iterations", str(last + 1), "--persist-every", "20", "--set", "persist.keep=100000")
+    quiet = ("--iterations", str(last + 1), "--persist-every", "20", "--set", f"persist.keep={last // 20 + 1}")
     assert_ok(run(tmp_path / "quiet", *quiet, "--persist-dir", tmp_path / "reference", deadline_s=400.0))
     common = [i for i in complete_in(survey_persistent_tier(tmp_path / "reference")) if i in seen]
     print(f"{num_checked} looks at {len(seen)} checkpoints, {len(common)} compared with those of a quiet run")
@@ -145,7 +145,7 @@ def sums_of(tensors: Mapping[str, Stored]) -> dict[str, str]:
 
 
 def writers(live: LiveRun) -> list[psutil.Process]:
-    return [process for process in live.processes() if "writer_process" in command_of(process)]
+    return [process for process in live.processes() if name_of(process) == WRITER_NAME]
 
 
 def ranks(live: LiveRun) -> list[psutil.Process]:

@@ -7,6 +7,7 @@ import signal
 import sys
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,14 @@ from capricorn.runtime.persist.messages import Order, WriterTask
 from capricorn.runtime.persist.persister import Persister, _Writer
 from capricorn.runtime.persist.restore import PersistentTier
 from capricorn.runtime.persist.survey import complete_in, survey_persistent_tier
+from capricorn.runtime.persist.writer_process import WRITER_NAME, spawn_writer
 from capricorn.runtime.replicating_system import ReplicatingSystem
 from capricorn.runtime.save.staging import payload_of
 from capricorn.runtime.store.node_store import NodeFacts, NodeStore
 from capricorn.systems.interface import Counters
 from tests.support.mounts import tmpfs
 from tests.support.peers import job_of
-from tests.support.processes import children_of, command_of
+from tests.support.processes import children_of, name_of
 from tests.support.runs import fill_up
 from tests.support.spawn import run_ranks
 from tests.support.tiers import Rank, train
@@ -37,7 +39,7 @@ NODE = NodeFacts(format=1, run_id="run", node=0, num_nodes=1, ranks_per_node=1)
 
 def writers() -> list[psutil.Process]:
     """Those of this process."""
-    return [each for each in children_of(os.getpid(), recursive=False) if "writer_process" in command_of(each)]
+    return [each for each in children_of(os.getpid()) if name_of(each) == WRITER_NAME]
 
 
 def complaint_of(system: ReplicatingSystem) -> str:
@@ -76,7 +78,7 @@ def persist_and_lose_memory(rank: int, num_ranks: int, folder: str) -> dict[str,
 
 
 def test_when_all_memory_is_lost_training_goes_on_from_the_disk(tmp_path: Path) -> None:
-    for each in run_ranks(persist_and_lose_memory, 2, str(tmp_path), deadline_s=120):
+    for each in run_ranks(persist_and_lose_memory, 2, str(tmp_path), deadline_s=120, forks_writers=True):
         assert each["persisted"] == 2
         assert each["restored"] == (6, ["persistent", "persistent"], [])
         assert each["complete"] == [6, 9]
@@ -214,7 +216,7 @@ def test_what_a_library_prints_and_reads_in_a_writer_is_not_between_it_and_the_t
     (tmp_path / "sitecustomize.py").write_text(NOISE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     order = Order(iteration=0, slot=tmp_path / "owner0.slot0")
-    with closing(_Writer(task_in(tmp_path))) as writer:
+    with closing(_Writer(partial(spawn_writer, task_in(tmp_path)))) as writer:
         writer.send(order)
         answer = writer.take(order, PATIENCE_S)
     assert answer is not None
@@ -238,8 +240,8 @@ def test_a_message_that_makes_no_sense_is_said_by_name(
     act = "" if says is None else f"os.write(int(sys.argv[6]), {says.encode()!r} + b'\\n')\n"
     program.write_text(f"#!{sys.executable} -SE\nimport os, sys\n{act}")
     program.chmod(0o700)
-    monkeypatch.setattr("capricorn.runtime.persist.persister.PYTHON", (str(program), "-P", "-m"))
-    with closing(_Writer(task_in(tmp_path))) as writer, pytest.raises(StoreError) as caught:
+    monkeypatch.setattr("capricorn.runtime.persist.writer_process.PYTHON", (str(program), "-P", "-m"))
+    with closing(_Writer(partial(spawn_writer, task_in(tmp_path)))) as writer, pytest.raises(StoreError) as caught:
         writer.take(Order(iteration=3, slot=tmp_path / "slot"), PATIENCE_S)
     assert str(caught.value).startswith(complaint)
 

@@ -14,6 +14,13 @@ def command_of(process: psutil.Process) -> str:
     return ""
 
 
+def name_of(process: psutil.Process) -> str:
+    """Returns the short name, which a process may give itself; empty for one that has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.name() if command_of(process) else ""
+    return ""
+
+
 def children_of(pid: int, *, recursive: bool = True) -> list[psutil.Process]:
     """Returns the living processes that one has started; Python's tracker of shared memory is none, as it ends too."""
     try:

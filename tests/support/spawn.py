@@ -14,19 +14,40 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# A server that has imported torch but computed nothing: its children start at once, and no thread is lost in a fork.
+from capricorn.runtime.persist.writer_forker import WriterForker
+from capricorn.runtime.persist.writer_process import WriterStarter
+
+# A server that has imported all that takes long, as torch's compiler with which an optimizer is made, but computed
+# nothing: its children start at once, and no thread is lost in a fork.
 CONTEXT = multiprocessing.get_context("forkserver")
-PRELOADED = ["torch", "fairscale.optim", "fairscale.nn.moe"]
+PRELOADED = [
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict_saver",
+    "fairscale.optim",
+    "fairscale.nn.moe",
+    "capricorn.runtime.persist.writer",
+    "capricorn.launch.worker",
+]
 CONTEXT.set_forkserver_preload(PRELOADED)
 
 
+start_writer: WriterStarter | None = None
+"""In a rank whose `run_ranks` said so: forks writers of the persistent tier."""
+
+
 def run_ranks(
-    fn: Callable[..., Any], num_ranks: int, *args: Any, deadline_s: float = 60.0, lost: Collection[int] = ()
+    fn: Callable[..., Any],
+    num_ranks: int,
+    *args: Any,
+    deadline_s: float = 60.0,
+    lost: Collection[int] = (),
+    forks_writers: bool = False,
 ) -> list[Any]:
     """What the module-level `fn(rank, num_ranks, *args)` returns on each rank, one thread each; None of `lost` ones."""
     with TemporaryDirectory() as folder:
         processes = [
-            CONTEXT.Process(target=_run_rank, args=(fn, rank, num_ranks, args, Path(folder), deadline_s))
+            CONTEXT.Process(target=_run_rank, args=(fn, rank, num_ranks, args, Path(folder), deadline_s, forks_writers))
             for rank in range(num_ranks)
         ]
         for process in processes:
@@ -46,9 +67,17 @@ def run_ranks(
 
 
 def _run_rank(
-    fn: Callable[..., Any], rank: int, num_ranks: int, args: tuple[Any, ...], folder: Path, deadline_s: float
+    fn: Callable[..., Any],
+    rank: int,
+    num_ranks: int,
+    args: tuple[Any, ...],
+    folder: Path,
+    deadline_s: float,
+    forks_writers: bool,
 ) -> None:
+    global start_writer
     torch.set_num_threads(1)
+    start_writer = WriterForker().start if forks_writers else None
     try:
         dist.init_process_group(
             "gloo",

@@ -31,6 +31,7 @@ from capricorn.trainer.exchange import Network
 from capricorn.trainer.models import build_model
 from capricorn.trainer.optimizer import Optimizer
 from capricorn.trainer.training_state import training_state
+from tests.support import spawn
 
 MODEL = "mixtral-tiny"
 REDUCE = OpKey(NO_LAYER, "backward", "reduce")
@@ -102,6 +103,7 @@ class Rank:
                 address="127.0.0.1",
                 persist=persist or PersistConfig(),
                 persist_dir=root,
+                start_writer=spawn.start_writer,
                 model=MODEL,
             ),
             self.state,

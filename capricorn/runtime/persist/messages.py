@@ -1,4 +1,7 @@
-"""The messages between the training thread and the writer process of the persistent tier, one line of JSON each."""
+"""The messages between the training thread, the writer process of the persistent tier, and what forks writers.
+
+Each is a line of JSON.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,20 @@ class WriterTask(FrozenModel):
     @property
     def world_size(self) -> int:
         return self.num_nodes * self.ranks_per_node
+
+
+class ForkerRequest(FrozenModel):
+    """Asks for a writer to be forked for a task, or to be reaped after its end: one of the two."""
+
+    task: WriterTask | None = None
+    """Two descriptors come with it, see `writer_process.run_writer`."""
+    reap: int = 0
+
+
+class ForkerAnswer(FrozenModel):
+    """The pid of the new writer, or the exit code of the one that has ended, negative for a signal."""
+
+    number: int
 
 
 class Order(FrozenModel):

@@ -29,16 +29,18 @@ import os
 import select
 import subprocess
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from pydantic import ValidationError
 
 from capricorn.errors import StoreError
-from capricorn.process import PYTHON
+from capricorn.process import PolledChild
 from capricorn.runtime.comm.collectives import finish, waiting_for
 from capricorn.runtime.persist.layout import remove, sweep, temporary_of
 from capricorn.runtime.persist.messages import Answer, Order, WriterTask
+from capricorn.runtime.persist.writer_process import spawn_writer
 from capricorn.runtime.store.node_store import NodeStore
 from capricorn.runtime.store.slot import Slot
 from capricorn.sizing.memory import NUM_SLOTS
@@ -75,7 +77,7 @@ class Persister:
         """Starts the writer, whose imports would hold up the first checkpoint by seconds."""
         if self._every:
             with contextlib.suppress(OSError):  # it is tried again, and told, with the first checkpoint
-                self._writer = _Writer(self._task())
+                self._writer = self._new_writer()
 
     @property
     def num_slots(self) -> int:
@@ -127,7 +129,7 @@ class Persister:
         try:
             if self._writer is None or not self._writer.is_alive:
                 self._end_writer()
-                self._writer = _Writer(self._task())
+                self._writer = self._new_writer()
             self._writer.send(self._order)
         except OSError as error:
             self._settle(f"the writer does not take its order: {error.strerror}")
@@ -189,6 +191,10 @@ class Persister:
             self._store.unpin(self._slot)
         self._order = self._slot = None
 
+    def _new_writer(self) -> _Writer:
+        task, start = self._task(), self._job.start_writer or spawn_writer
+        return _Writer(lambda ends: start(task, ends))
+
     def _task(self) -> WriterTask:
         job = self._job
         assert job.persist_dir is not None
@@ -212,17 +218,13 @@ class _Writer:
     They have descriptors of their own: whatever a library reads or prints over there is not between them.
     """
 
-    def __init__(self, task: WriterTask) -> None:
+    def __init__(self, start: Callable[[tuple[int, int]], PolledChild]) -> None:
+        """Has it started with the far ends of the two pipes, the one for orders and the one for answers."""
         orders, self._orders = os.pipe()
         self._answers, answers = os.pipe()
-        module, ends = "capricorn.runtime.persist.writer_process", (orders, answers)
+        ends = orders, answers
         try:
-            self._process = subprocess.Popen(
-                [*PYTHON, module, task.model_dump_json(), *map(str, ends), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=ends,
-            )
+            self._process = start(ends)
         except OSError:
             self._close_ours()
             raise

@@ -2,32 +2,58 @@
 
 It outlives no trainer, and takes only the CPU time that training leaves. Its lines go over descriptors of their own,
 as libraries may print. Knows what it is told, and no training.
+
+It is started afresh, by `spawn_writer`, or forked with all imported, by `writer_forker`.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
-from typing import TextIO
+from collections.abc import Callable, Sequence
+from typing import Final, TextIO, TypeAlias
 
 from capricorn.errors import in_words
-from capricorn.process import die_with_parent
+from capricorn.process import PYTHON, PolledChild, die_with_parent, name_process
 from capricorn.runtime.comm.idle_priority import use_idle_priority
 from capricorn.runtime.persist.messages import Answer, Order, WriterTask
 
+WRITER_NAME: Final = "persist-writer"
+"""The name of the process, as `ps` and `top` show it."""
 
-def main() -> None:
-    """Carries out the task in argv[1], by orders over the descriptor argv[2], answered over argv[3].
 
-    argv[4] is the process of the trainer.
+WriterStarter: TypeAlias = Callable[[WriterTask, Sequence[int]], PolledChild]
+"""Starts a writer with two descriptors, see `run_writer`; raises OSError if the machine starts no process more."""
+
+
+def spawn_writer(task: WriterTask, ends: Sequence[int]) -> subprocess.Popen[bytes]:
+    """Starts a writer afresh, which has to import torch first; see `WriterStarter`."""
+    arguments = [*map(str, ends), str(os.getpid())]
+    return subprocess.Popen(
+        [*PYTHON, "capricorn.runtime.persist.writer_process", task.model_dump_json(), *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        pass_fds=ends,
+    )
+
+
+def run_writer(task: WriterTask, orders: int, answers: int, parent: int) -> None:
+    """Turns this process into a writer, and returns when there are no more orders.
+
+    Args:
+        task: what it writes, and where.
+        orders: the descriptor from which it reads orders.
+        answers: the descriptor to which it writes answers.
+        parent: the process that has started it, with which it ends.
     """
-    orders, answers, parent = map(int, sys.argv[2:5])
     die_with_parent(parent)
+    name_process(WRITER_NAME)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # that of a terminal is for the trainer
     use_idle_priority()
     with os.fdopen(orders) as incoming, os.fdopen(answers, "w") as outgoing:
-        _serve(WriterTask.model_validate_json(sys.argv[1]), incoming, outgoing)
+        _serve(task, incoming, outgoing)
 
 
 def _serve(task: WriterTask, orders: TextIO, answers: TextIO) -> None:
@@ -47,4 +73,4 @@ def _serve(task: WriterTask, orders: TextIO, answers: TextIO) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_writer(WriterTask.model_validate_json(sys.argv[1]), *map(int, sys.argv[2:5]))
