@@ -17,6 +17,7 @@ import pytest
 from capricorn.runtime.persist.layout import Manifest, Stored, folder_of
 from capricorn.runtime.persist.survey import complete_in, survey_persistent_tier
 from capricorn.runtime.persist.writer_process import WRITER_NAME
+from tests.support.processes import name_of
 from tests.support.runs import LiveRun, Run, assert_ok, assert_same_losses, command, faults, polls, run
 
 LONG = ("--iterations", "400")
