@@ -6,15 +6,23 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import stat
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import gettempdir, mkdtemp
 from typing import BinaryIO, Final
 
 from capricorn.errors import CapricornError, ConfigError
+from capricorn.units import Seconds
 
+LOCK: Final = "lock"
+"""The file in a temporary folder whose lock its command holds."""
+STARTING_S: Final[Seconds] = 10.0
+"""A command has made its lock by then."""
 ON_THE_WAY: Final = frozenset({
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ESTALE,
     errno.EINTR, errno.EAGAIN, errno.EPIPE, errno.ETIMEDOUT, errno.EBUSY,
@@ -127,3 +135,36 @@ def write_text(path: Path, text: str) -> None:
             with contextlib.suppress(OSError):  # what is wrong has been said by the first
                 temporary.unlink(missing_ok=True)
             raise
+
+
+@contextmanager
+def temporary_folder(prefix: str, remove: Callable[[Path], None]) -> Iterator[Path]:
+    """Makes a folder for temporary files, and removes it at the end; by its lock it is told from a leftover.
+
+    The lock ends with the command, however that ends; see `temporary_folders`.
+    """
+    folder = Path(mkdtemp(prefix=prefix))
+    with (folder / LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            yield folder
+        finally:
+            with contextlib.suppress(OSError):
+                remove(folder)
+
+
+def temporary_folders(prefix: str) -> list[tuple[Path, bool]]:
+    """Returns the folders made with that prefix, each with whether its command is alive, or another user's."""
+    return [(folder, _is_live(folder)) for folder in sorted(Path(gettempdir()).glob(f"{prefix}*"))]
+
+
+def _is_live(folder: Path) -> bool:
+    try:
+        with (folder / LOCK).open("r") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        # Killed before it made its lock, unless it is about to.
+        return folder.exists() and time.time() - folder.stat().st_ctime < STARTING_S
+    except OSError:
+        return True
+    return False

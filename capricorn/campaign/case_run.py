@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Self, TypeAlias, TypeVar
+from typing import Final, Self, TypeAlias, TypeVar
 
 from capricorn.campaign.outcomes import RunOutcome
 from capricorn.campaign.pid_namespace import launch_as_pid_1
@@ -17,6 +17,7 @@ from capricorn.config.scenario import Scenario
 from capricorn.errors import CapricornError
 from capricorn.launch.fork_client import ForkServer
 from capricorn.launch.launcher import RunListener, launch
+from capricorn.process import AwakeClock
 from capricorn.records.samples import (
     EVENTS,
     ITERATIONS,
@@ -108,12 +109,26 @@ class Workplace:
         return self._fork_server
 
 
-class Watched(RunListener):
-    """Hands on all it hears, remembers the run's folder, and ends the run when its time is over."""
+MAX_GAP_S: Final[Seconds] = 5.0
+"""Between two looks at the time; the launcher ticks much more often."""
 
-    def __init__(self, listener: RunListener, limit_s: Seconds | None = None) -> None:
+
+class Watched(RunListener):
+    """Hands on all it hears, remembers the run's folder, and ends the run when its time is over.
+
+    Time in which this process was stopped itself is not the run's.
+    """
+
+    def __init__(
+        self,
+        listener: RunListener,
+        limit_s: Seconds | None = None,
+        clock: Callable[[], Seconds] = time.monotonic,
+    ) -> None:
+        """Begins now; the run may take `limit_s`, by that clock."""
         self._listener, self._limit_s = listener, limit_s
         self._began_s = time.monotonic()
+        self._awake = AwakeClock(MAX_GAP_S, clock)
         self._is_over = False
         self.run_dir: Path | None = None
 
@@ -129,8 +144,9 @@ class Watched(RunListener):
 
     def on_tick(self) -> None:
         self._listener.on_tick()
+        awake_s = self._awake()
         # Once: the launcher ticks again while it ends the run.
-        if self._limit_s is not None and not self._is_over and self.took_s > self._limit_s:
+        if self._limit_s is not None and not self._is_over and awake_s > self._limit_s:
             self._is_over = True
             raise CapricornError(f"{HANG} not done after {self._limit_s:.0f} s")
 

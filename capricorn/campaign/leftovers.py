@@ -6,6 +6,7 @@
 | filler file of a full disk   | where its store's notes say  | its store is                                      |
 | memory cgroup of a rank      | anywhere in the hierarchy    | a process is in it, or its run's store is         |
 | small file system            | the folder for temporary files | its campaign holds its lock                     |
+| folder of `check-system`     | the folder for temporary files | its command holds its lock                      |
 
 Network namespaces and links have no name: the kernel frees them with the last process in them, and all processes of a
 run end with its launcher.
@@ -15,13 +16,16 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from capricorn.campaign import small_file_systems
+from capricorn.conformance.subject import CHECK_PREFIX
 from capricorn.faults import filler_file, memory_cgroup
+from capricorn.files import temporary_folders
 from capricorn.runtime.store.node_store import LOCK, RUN_PREFIX, StoreFolder, find_stores, remove_store
 from capricorn.units import Bytes
 
@@ -43,8 +47,9 @@ def find_leftovers(root: Path) -> Iterator[Leftover]:
     for store in find_stores(root):
         yield from _fillers(store)
         yield Leftover(store.path, store.num_bytes, store.live, partial(remove_store, store))
-    for folder, is_live in small_file_systems.find_all():
-        yield Leftover(folder, 0, is_live, partial(small_file_systems.remove, folder))
+    for prefix, remove in ((small_file_systems.PREFIX, small_file_systems.remove), (CHECK_PREFIX, shutil.rmtree)):
+        for folder, is_live in temporary_folders(prefix):
+            yield Leftover(folder, 0, is_live, partial(remove, folder))
     for folder in memory_cgroup.find_all():
         yield Leftover(folder, 0, _is_used(folder), folder.rmdir)
 

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import gettempdir, mkdtemp
 
 from capricorn.config.scenario import Scenario
 from capricorn.errors import CapricornError
 from capricorn.faults.filler_file import why_not_fill
+from capricorn.files import temporary_folder, temporary_folders
 from capricorn.sizing.memory import STATE_BYTES_PER_PARAM, needs_of, total_params
 from capricorn.systems.settings import file_settings_of
-from capricorn.units import MIB, Bytes, Seconds
+from capricorn.units import MIB, Bytes
 
-PREFIX, LOCK, MOUNT = "capricorn-small-", "lock", "fs"
+PREFIX, MOUNT = "capricorn-small-", "fs"
 MARGIN_BYTES: Bytes = 8 * MIB
-STARTING_S: Seconds = 10.0
-"""A command has made its lock by then."""
 ROOM = 1.25
 """Size of a file system / what its run needs: enough, and soon full."""
 
@@ -35,15 +31,8 @@ def small_file_system(needed_bytes: Bytes) -> Iterator[Path]:
     Raises:
         CapricornError: this machine does not let us mount one.
     """
-    folder = Path(mkdtemp(prefix=PREFIX))
-    with (folder / LOCK).open("w") as lock:
-        # Tells ours from the leftover of a command that was killed; it ends with us.
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
-            yield _mount(folder / MOUNT, int(ROOM * needed_bytes) + MARGIN_BYTES)
-        finally:
-            with contextlib.suppress(OSError):
-                remove(folder)
+    with temporary_folder(PREFIX, remove) as folder:
+        yield _mount(folder / MOUNT, int(ROOM * needed_bytes) + MARGIN_BYTES)
 
 
 def needed_bytes(scenario: Scenario) -> Bytes:
@@ -66,15 +55,10 @@ def why_no_mount(needed_bytes: Bytes) -> str:
 
 def remove_leftovers() -> None:
     """Unmounts and removes what commands that were killed have left."""
-    for folder, is_live in find_all():
+    for folder, is_live in temporary_folders(PREFIX):
         if not is_live:
             with contextlib.suppress(OSError):
                 remove(folder)
-
-
-def find_all() -> list[tuple[Path, bool]]:
-    """Returns the folders of all small file systems, each with whether its command is alive, or another user's."""
-    return [(folder, _is_live(folder)) for folder in sorted(Path(gettempdir()).glob(f"{PREFIX}*"))]
 
 
 def remove(folder: Path) -> None:
@@ -87,18 +71,6 @@ def remove(folder: Path) -> None:
     if mount.is_mount():
         subprocess.run(["umount", "--lazy", str(mount)], capture_output=True, check=False)
     shutil.rmtree(folder)
-
-
-def _is_live(folder: Path) -> bool:
-    try:
-        with (folder / LOCK).open("r") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        # Killed before it made its lock, unless it is about to.
-        return folder.exists() and time.time() - folder.stat().st_ctime < STARTING_S
-    except OSError:
-        return True
-    return False
 
 
 def _mount(folder: Path, size_bytes: Bytes) -> Path:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Final, Literal, TypeAlias
 
 from capricorn.conformance.attempts import Attempt, AttemptServer, BrokenRule
 from capricorn.conformance.evidence import Evidence
 from capricorn.conformance.rank_functions import LOST_RANK, NUM_SAVES
-from capricorn.conformance.subject import SystemUnderTest
+from capricorn.conformance.subject import CHECK_PREFIX, SystemUnderTest
 from capricorn.conformance.toy_job import NUM_RANKS, tensor_names
 from capricorn.errors import unknown_name
+from capricorn.files import temporary_folder
 from capricorn.systems.registry import SystemEntry, check_system
 
 RuleVerdict: TypeAlias = Literal["PASS", "FAIL", "not applicable"]
@@ -247,7 +247,7 @@ def examine(
     for tensor in subject.without:
         if tensor not in tensor_names():
             raise unknown_name("tensor", tensor, tensor_names())
-    with TemporaryDirectory(prefix="capricorn-check-") as folder, AttemptServer(check) as server:
-        evidence = Evidence(subject, server, Path(folder))
+    with temporary_folder(CHECK_PREFIX, shutil.rmtree) as folder, AttemptServer(check) as server:
+        evidence = Evidence(subject, server, folder)
         for rule in rules:
             yield rule.judge(evidence)

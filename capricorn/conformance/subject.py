@@ -11,6 +11,8 @@ from capricorn.config.own_code import absolute
 from capricorn.systems.registry import find, short_name
 from capricorn.units import Seconds
 
+CHECK_PREFIX: Final = "capricorn-check-"
+"""Of the temporary folder in which a system is tested."""
 LARGE: Final = 400_000
 """Numbers in the largest tensor of the toy job."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,9 @@ import pytest
 
 from capricorn.campaign.leftovers import find_leftovers
 from capricorn.campaign.small_file_systems import PREFIX
+from capricorn.conformance.subject import CHECK_PREFIX
 from capricorn.faults import filler_file, memory_cgroup
+from capricorn.files import LOCK, temporary_folder
 from capricorn.runtime.store.node_store import RunLock
 from tests.cli.test_cli import cli
 
@@ -22,7 +25,7 @@ def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Looks for nothing outside of tmp_path."""
     for name in ("stores", "temporary", "cgroups"):
         (tmp_path / name).mkdir()
-    monkeypatch.setattr("capricorn.campaign.small_file_systems.gettempdir", lambda: str(tmp_path / "temporary"))
+    monkeypatch.setattr("capricorn.files.gettempdir", lambda: str(tmp_path / "temporary"))
     monkeypatch.setattr(memory_cgroup, "_ROOT", tmp_path / "cgroups")
 
 
@@ -118,6 +121,26 @@ def test_notes_of_somebody_else_are_not_believed(stores: Path, tmp_path: Path, m
     (linked := tmp_path / "linked").mkdir()
     (linked / filler_file.NOTES).symlink_to(stores / filler_file.NOTES)
     assert filler_file.noted(linked) == []
+
+
+# --- temporary folders
+
+
+@pytest.mark.parametrize("prefix", [PREFIX, CHECK_PREFIX])
+def test_a_temporary_folder_is_removed_only_after_the_end_of_its_command(
+    prefix: str, stores: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    dead = tmp_path / "temporary" / f"{prefix}dead"
+    dead.mkdir()
+    (dead / LOCK).touch()
+    (dead / "something").write_bytes(b"of a command that was killed")
+    with temporary_folder(prefix, shutil.rmtree) as live:
+        told = cleaned(stores, capsys)[:-1]
+        assert {line.rpartition("  ")[::2] for line in told} == {(str(dead), "removed"), (str(live), "live, kept")}
+        assert not dead.exists()
+        assert live.exists()
+    assert not live.exists()
 
 
 # --- cgroups

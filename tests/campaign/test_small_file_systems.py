@@ -15,7 +15,7 @@ from capricorn.units import MIB
 def test_a_small_file_system_is_gone_at_the_end_and_a_leftover_with_the_next(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("capricorn.campaign.small_file_systems.gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr("capricorn.files.gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     try:
         with small_file_system(MIB) as root:

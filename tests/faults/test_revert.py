@@ -21,10 +21,11 @@ from capricorn.emulation.paced_link import Link, create_links
 from capricorn.emulation.reshape import reshape
 from capricorn.emulation.shaping import INTERFACE, cutting, mending, slowing
 from capricorn.emulation.testbed import Loopback
-from capricorn.errors import ConfigError
+from capricorn.errors import CapricornError, ConfigError
 from capricorn.faults import filler_file
 from capricorn.faults import memory_cgroup as cgroup
 from capricorn.faults.context import FaultContext, cgroup_name
+from capricorn.faults.helper_process import start_helper
 from capricorn.faults.inject import inject, prepare
 from capricorn.faults.process_registry import register_worker, registered
 from capricorn.faults.revert import Reverter
@@ -33,6 +34,7 @@ from capricorn.records.samples import EventSample
 from tests.support.fault_jobs import DEADLINE_S, fault, in_child, make_job
 from tests.support.mounts import tmpfs
 from tests.support.namespaces import fabric, output, start
+from tests.support.processes import commands
 from tests.support.runs import polls
 
 # --- processes
@@ -189,6 +191,18 @@ def test_a_port_squatter_goes_also_when_the_launcher_just_dies(tmp_path: Path) -
     assert squatter.poll() is None
     lock.close()
     assert squatter.wait(DEADLINE_S) == 0
+
+
+@pytest.mark.parametrize(("program", "says"), [("", "has ended"), ("import time; time.sleep(600)", "did not start in")])
+def test_a_helper_that_says_no_word_is_ended_and_named(
+    program: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "silent_helper.py").write_text(program)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr("capricorn.faults.helper_process.START_TIMEOUT_S", 0.2 if program else DEADLINE_S)
+    with pytest.raises(CapricornError, match=f"^silent_helper {says}"):
+        start_helper(make_job(tmp_path), "silent_helper")
+    assert not [command for command in commands() if "silent_helper" in command]
 
 
 def test_a_neighbours_stores_come_and_go_until_the_end_of_the_run_and_none_is_left(tmp_path: Path) -> None:

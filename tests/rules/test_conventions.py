@@ -154,7 +154,7 @@ PRINTING = {"cli", "report", "records", "stats", "compare", "launch", "campaign"
 
 WALL_CLOCK = {
     "capricorn/records/job_file.py": "at the start of a run, once",
-    "capricorn/campaign/small_file_systems.py": "of the same clock as the times of files",
+    "capricorn/files.py": "of the same clock as the times of files",
 }
 """Where the time of the wall clock is taken, and why."""
 
