@@ -44,7 +44,10 @@ class TrainerHook:
         """The op has been launched; on a GPU it may still run."""
 
     def on_routed(self, layer: int, tokens_per_expert: Sequence[int]) -> None:
-        """The router of `layer` has chosen: token assignments per global expert, summed over ranks, before dispatch."""
+        """The router of `layer` has chosen: token assignments per global expert, summed over ranks, before dispatch.
+
+        Where there are several expert-parallel groups, the assignments of each, one group after the other.
+        """
 
     def before_update(self, iteration: int) -> None:
         """The update is next; returns only when the state may be overwritten."""

@@ -323,7 +323,8 @@ def work_of(record: RunRecord) -> dict[str, Any]:
     """Returns what must be equal of runs that are compared: mode, model, data, seed, loads, cluster, links, faults."""
     settings = flat_settings(record.config)
     work = {key: value for key, value in settings.items() if key.partition(".")[0] in WORK and key not in LENGTH}
-    return {"mode": record.mode, **work, "faults": [str(fault) for fault in record.config.faults]}
+    shape = {"cluster.expert_parallel": record.config.topology.expert_parallel}  # whether or not somebody chose it
+    return {"mode": record.mode, **work, **shape, "faults": [str(fault) for fault in record.config.faults]}
 
 
 def checkpoints_of(record: RunRecord) -> dict[str, Any]:

@@ -30,7 +30,7 @@ STORAGES: dict[str, tuple[BytesPerSecond, BytesPerSecond | None]] = {
 20 Gb/s beside the p3dn and p4d clusters of Gemini, SOSP'23; the others are local drives, one or four striped."""
 
 
-FAILURE_DOMAINS = frozenset({"name", "nodes", "ranks_per_node", "device"})
+FAILURE_DOMAINS = frozenset({"name", "nodes", "ranks_per_node", "expert_parallel", "device"})
 HARDWARE = frozenset({
     "accelerator", "flops_per_s", "devices_per_node", "mfu", "link_bytes_per_s", "link_efficiency", "rho",
     "iteration_s", "moe_layers",
@@ -59,6 +59,12 @@ class ClusterConfig(SettingsModel):
     )
     ranks_per_node: Annotated[int, Option("--ranks-per-node", "Place", "K", computed=True)] = Field(
         default=1, gt=0, description="Start this many ranks on each node (default: 1; on CUDA one for each GPU)"
+    )
+    expert_parallel: Annotated[int | None, Option("--expert-parallel", "Place", "N", computed=True)] = Field(
+        default=None,
+        gt=0,
+        description="Divide the experts of a layer among N ranks, and keep as many replicas of each as there are such "
+        "groups (default: all ranks, or the most that divide them and hold an expert each)",
     )
     device: Annotated[Device, Option("--device", "Place")] = Field(
         default="auto", description="Train on this device; auto takes CUDA where there is any"

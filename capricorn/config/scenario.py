@@ -17,7 +17,7 @@ from capricorn.config.fault_spec import FaultSpec
 from capricorn.config.fields import MAX_TIMEOUT_S, ByteCount, Option, PathPart, SettingsModel, Timeout, check
 from capricorn.config.planner import PlannerConfig
 from capricorn.hooks import DIRECTIONS, MOMENTS, NO_LAYER, OpKey, matches_op
-from capricorn.topology import Topology, expert_split
+from capricorn.topology import Topology, default_expert_parallel
 from capricorn.units import KIB, BytesPerSecond
 
 ROUTER = "router"
@@ -144,6 +144,10 @@ class TrainConfig(SettingsModel):
     weight_decay: float = Field(default=0.1, ge=0, description="AdamW's decay of the weights")
     beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW's decay of the first moment")
     beta2: float = Field(default=0.95, ge=0, lt=1, description="AdamW's decay of the second moment")
+    expert_optimizer: Literal["sharded", "replicated"] = Field(
+        default="sharded",
+        description="Whether replicas of an expert divide its optimizer state among them, or each keeps all of it",
+    )
     clip_norm: float = Field(default=1.0, gt=0, description="Norm that gradients are clipped to")
     timeline_every: int = Field(default=10, gt=0, description="Iterations between two recorded timelines of ops")
 
@@ -304,7 +308,10 @@ class Scenario(SettingsModel):
 
     @property
     def topology(self) -> Topology:
-        return Topology(self.cluster.nodes, self.cluster.ranks_per_node)
+        cluster = self.cluster
+        world_size = cluster.nodes * cluster.ranks_per_node
+        expert_parallel = cluster.expert_parallel or default_expert_parallel(self.model.num_experts, world_size)
+        return Topology(cluster.nodes, cluster.ranks_per_node, expert_parallel)
 
     @model_validator(mode="before")
     @classmethod
@@ -330,12 +337,17 @@ class Scenario(SettingsModel):
             self.planner.replan != "oracle",
             "planner.replan=oracle knows what has not happened yet: it is for ablate --trace alone",
         )
-        expert_split(model.num_experts, topology.world_size)
+        check(
+            topology.expert_parallel <= model.num_experts,
+            f"--expert-parallel {topology.expert_parallel}: so many ranks cannot share {model.num_experts} experts, as "
+            f"each must hold at least one; use --expert-parallel "
+            f"{default_expert_parallel(model.num_experts, topology.world_size)}, or a model with more experts",
+        )
         if model.family == "gpt-moe":
             check(
-                model.num_experts % topology.world_size == 0,
-                f"{model.num_experts} experts do not divide by {topology.world_size} ranks, "
-                f"as {model.name} (fairscale MOELayer) needs; change --nodes or --ranks-per-node",
+                model.num_experts % topology.expert_parallel == 0,
+                f"{model.num_experts} experts do not divide by {topology.expert_parallel} ranks, "
+                f"as {model.name} (fairscale MOELayer) needs; change --expert-parallel, --nodes or --ranks-per-node",
             )
             check(
                 model.tokens_per_rank % model.num_experts == 0,

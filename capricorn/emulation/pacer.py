@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from capricorn.config.cluster import BACKWARD, Pace
 from capricorn.config.scenario import ModelConfig
 from capricorn.hooks import OpKey, TrainerHook
-from capricorn.topology import expert_split
+from capricorn.topology import Topology
 from capricorn.units import Seconds
 
 
@@ -25,13 +25,13 @@ class Pacer(TrainerHook):
         pace: Pace,
         model: ModelConfig,
         rank: int,
-        world_size: int,
+        topology: Topology,
         *,
         clock: Callable[[], Seconds] = time.perf_counter,
         sleep: Callable[[Seconds], None] = time.sleep,
     ) -> None:
         self._pace, self._model, self._clock, self._sleep = pace, model, clock, sleep
-        self._mine = expert_split(model.num_experts, world_size)[rank]
+        self._mine = topology.experts_of(model.num_experts)[rank]
         self._rows: dict[int, int] = {}
         self._due_s: Seconds = 0.0
         self._errors_s: list[Seconds] = []

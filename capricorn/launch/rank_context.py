@@ -49,6 +49,8 @@ class RankContext(Protocol):
     world_size: int
     attempt: int
     """The attempt as far as it is known before the rendezvous."""
+    timeout: timedelta
+    """Of collectives."""
     start_writer: WriterStarter | None
     """Starts a writer of the persistent tier; None where it is started afresh."""
 
@@ -64,6 +66,7 @@ class RankContext(Protocol):
 class TorchrunContext:
     """The context of a rank that torchrun has started, by its environment."""
 
+    timeout = COLLECTIVE_TIMEOUT
     start_writer: WriterStarter | None = None
 
     def __init__(self, job: Job) -> None:
@@ -71,8 +74,8 @@ class TorchrunContext:
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
     def rendezvous(self, backend: str) -> RendezvousResult:
-        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
-        control = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+        dist.init_process_group(backend, timeout=self.timeout)
+        control = dist.new_group(backend="gloo", timeout=self.timeout)
         file = self._job.run_dir / ATTEMPT
         # torchrun's own restart count differs between nodes once an agent has been replaced.
         attempt = maximum(control, int(file.read_text()) if file.exists() else -1) + 1
@@ -87,6 +90,8 @@ class TorchrunContext:
 
 class ForkedContext:
     """The context of a rank that its node agent has forked; it may meet the others in one attempt after the other."""
+
+    timeout = SUPERVISED_TIMEOUT
 
     def __init__(
         self,
@@ -111,10 +116,8 @@ class ForkedContext:
     def rendezvous(self, backend: str) -> RendezvousResult:
         # A store that outlives all ranks needs a name for each attempt: addresses of the dead must not be read.
         store = PrefixStore(f"attempt{self.attempt}", self._store())
-        dist.init_process_group(
-            backend, store=store, rank=self.rank, world_size=self.world_size, timeout=SUPERVISED_TIMEOUT
-        )
-        return RendezvousResult(dist.new_group(backend="gloo", timeout=SUPERVISED_TIMEOUT), self.attempt)
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=self.timeout)
+        return RendezvousResult(dist.new_group(backend="gloo", timeout=self.timeout), self.attempt)
 
     def address(self) -> str:
         return _emulated(self._job, self.rank)

@@ -124,7 +124,7 @@ class Worker:
         self._job, self._context, self._rank = job, context, context.rank
         self._training_began = training_began
         emulation, model = job.scenario.emulation, job.scenario.model
-        self._pacer = Pacer(emulation.pace, model, self._rank, context.world_size) if emulation else None
+        self._pacer = Pacer(emulation.pace, model, self._rank, job.scenario.topology) if emulation else None
         self._routes = self._open_routes()
         self._training: RankTraining | None = None
         self._iteration = 0
@@ -206,7 +206,7 @@ class Worker:
     def _attach(self, device: torch.device) -> None:
         """Makes all that trains, and attaches the system to it; collective."""
         if self._training is None:
-            self._training = RankTraining(self._job, self._rank, device, self._routes)
+            self._training = RankTraining(self._job, self._rank, device, self._routes, self._context.timeout)
         else:
             self._training.rejoin()
         training = self._training

@@ -105,11 +105,12 @@ class Needs:
 def needs_of(scenario: Scenario, *, cuda: bool) -> Needs:
     """Returns what the scenario takes on this machine (all its nodes when they are emulated, one when real)."""
     model, topology = scenario.model, scenario.topology
-    held = len(expert_split(model.num_experts, topology.world_size)[0]) * num_moe_layers(model) * expert_params(model)
+    held, owned = held_expert_params(scenario), owned_expert_params(scenario)
     dense = dense_params(model)
     dense_share = -(-dense // topology.world_size)
-    shard = STATE_BYTES_PER_PARAM * (held + dense_share)
-    device = 8 * (dense + held) + 8 * (held + dense_share) + activation_bytes(model, 2 if cuda else 4)
+    shard = STATE_BYTES_PER_PARAM * (owned + dense_share)
+    moments = (held if scenario.train.expert_optimizer == "replicated" else owned) + dense_share
+    device = 8 * (dense + held) + 8 * moments + activation_bytes(model, 2 if cuda else 4)
     nodes_here = 1 if scenario.launch.nnodes else topology.num_nodes
     ranks_here = nodes_here * topology.ranks_per_node
     buffers = _buffer_bytes(scenario, shard)
@@ -118,6 +119,20 @@ def needs_of(scenario: Scenario, *, cuda: bool) -> Needs:
         AGENT_BYTES * (nodes_here + 1) + (WORKER_BYTES + writer + buffers + (0 if cuda else device)) * ranks_here
     )
     return Needs(shard, device, processes, _store_bytes(scenario, nodes_here, shard))
+
+
+def held_expert_params(scenario: Scenario) -> int:
+    """Returns the parameters of the experts that a rank holds, of the rank that holds the most."""
+    model = scenario.model
+    num_experts = len(expert_split(model.num_experts, scenario.topology.expert_parallel)[0])
+    return num_experts * num_moe_layers(model) * expert_params(model)
+
+
+def owned_expert_params(scenario: Scenario) -> int:
+    """Returns those that belong to its state: replicas divide what they hold by whole matrices of a layer."""
+    matrices = (3 if scenario.model.family == "mixtral" else 2) * num_moe_layers(scenario.model)
+    share = -(-matrices // scenario.topology.num_replicas)
+    return -(-held_expert_params(scenario) * share // matrices) if matrices else 0
 
 
 def _buffer_bytes(scenario: Scenario, shard_bytes: Bytes) -> Bytes:

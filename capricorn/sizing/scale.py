@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
 
-from capricorn.config.cluster import ClusterConfig, IterationTimes, Pace
+from capricorn.config.cluster import IterationTimes, Pace
 from capricorn.config.fields import validate
 from capricorn.config.scenario import Emulation, ModelConfig, Scenario
 from capricorn.errors import ConfigError
@@ -23,6 +24,7 @@ from capricorn.sizing.workload import (
     ACTIVATION_BYTES,
     PASSES,
     Work,
+    expert_nodes,
     flops_per_s,
     flops_per_token,
     layers_of,
@@ -92,7 +94,7 @@ def _described(scenario: Scenario) -> tuple[Emulation, ModelConfig]:
         storage_node_bytes_per_s=storage[0],
         storage_total_bytes_per_s=storage[1],
         there=there,
-        here=_times_here(model, pace, cluster, work.replicas),
+        here=_times_here(replace(work, model=model), pace),
     )
     return emulation, model
 
@@ -122,7 +124,7 @@ def _measured(scenario: Scenario) -> tuple[Emulation, ModelConfig]:
         storage_node_bytes_per_s=node,
         storage_total_bytes_per_s=total,
         there=None,
-        here=_times_here(model, pace, cluster, scenario.system.replicas),
+        here=_times_here(Work(model, cluster, scenario.system.replicas, 0.0, expert_nodes(scenario)), pace),
     )
     return emulation, model
 
@@ -193,18 +195,20 @@ def _small(work: Work, hidden: int, seq_len: int, vocab_size: int, ffn: int) -> 
     return target.model_copy(update=changes)
 
 
-def _rows_bytes(model: ModelConfig, cluster: ClusterConfig) -> float:
+def _rows_bytes(model: ModelConfig, work: Work) -> float:
     """Returns the bytes that one all-to-all takes out of a node here."""
-    rows = cluster.ranks_per_node * model.tokens_per_rank * model.top_k
-    return remote_bytes(rows * model.hidden * VALUE_BYTES, cluster)
+    rows = work.cluster.ranks_per_node * model.tokens_per_rank * model.top_k
+    return remote_bytes(rows * model.hidden * VALUE_BYTES, work.expert_nodes)
 
 
 def _error(model: ModelConfig, work: Work, byte_factor: float) -> float:
     """Returns the relative deviation of the state and of the rows from their aims."""
     fold = num_moe_layers(work.model) / num_moe_layers(model)
-    rows_bytes = remote_bytes(work.rows * work.model.hidden * ACTIVATION_BYTES, work.cluster) * fold
     by_state = abs(total_params(model) * byte_factor / total_params(work.model) - 1)
-    return by_state + abs(_rows_bytes(model, work.cluster) * byte_factor / rows_bytes - 1)
+    # Of all rows: those of experts within a node leave none.
+    there = work.rows * work.model.hidden * ACTIVATION_BYTES * fold
+    here = work.cluster.ranks_per_node * model.tokens_per_rank * model.top_k * model.hidden * VALUE_BYTES
+    return by_state + abs(here * byte_factor / there - 1)
 
 
 def _badness(model: ModelConfig, work: Work, byte_factor: float, compute_s: Seconds) -> float:
@@ -251,9 +255,11 @@ def _check_pace(pace: Pace, model: ModelConfig, scenario: Scenario) -> None:
         )
 
 
-def _times_here(model: ModelConfig, pace: Pace, cluster: ClusterConfig, replicas: int) -> IterationTimes:
+def _times_here(work: Work, pace: Pace) -> IterationTimes:
+    """Returns the times of the scale model, which is the model of `work` here."""
+    model = work.model
     layers, rows = layers_of(model), model.tokens_per_rank * model.top_k
     moe = pace.gate_s + pace.expert_s_per_row * rows + pace.shared_s
     forward = pace.attention_s * layers["attention"] + moe * layers["expert"] + pace.dense_s * layers["dense"]
-    compute_s, rows_bytes = PASSES * (forward + pace.head_s), _rows_bytes(model, cluster)
-    return times(model, cluster, replicas, compute_s=compute_s, rows_bytes=rows_bytes, rate=cluster.rate)
+    compute_s, rows_bytes = PASSES * (forward + pace.head_s), _rows_bytes(model, work)
+    return times(work, compute_s=compute_s, rows_bytes=rows_bytes, rate=work.cluster.rate)

@@ -15,7 +15,8 @@ from capricorn.sizing.memory import (
     num_moe_layers,
     total_params,
 )
-from capricorn.units import BytesPerSecond, Seconds
+from capricorn.systems.registry import find
+from capricorn.units import Bytes, BytesPerSecond, Seconds
 
 ACTIVATION_BYTES, GRADIENT_BYTES = 2, 4
 """Of a value that real systems exchange between experts (bf16), and of a gradient they reduce (fp32)."""
@@ -32,6 +33,8 @@ class Work:
     replicas: int
     tokens: float
     """Of a node, all its devices together."""
+    expert_nodes: int
+    """Nodes among which all experts are divided; the others hold the same."""
 
     @property
     def rows(self) -> float:
@@ -43,13 +46,19 @@ def work_of(scenario: Scenario) -> Work:
     """Returns the target's iteration, with the tokens of its batch, or with those that make rho what was asked for."""
     cluster, model = scenario.cluster, scenario.model
     tokens = model.tokens_per_rank * cluster.devices_per_node
-    work = Work(model, cluster, scenario.system.replicas, tokens)
+    work = Work(model, cluster, scenario.system.replicas, tokens, expert_nodes(scenario))
     if cluster.rho is None:
         return work
     rho = times_of(work).rho
     if rho == 0:
         raise ConfigError("cluster.rho cannot be set with --replicas 1: no checkpoint crosses the network")
     return replace(work, tokens=tokens * rho / cluster.rho)
+
+
+def expert_nodes(scenario: Scenario) -> int:
+    """Returns the number of nodes of an expert-parallel group."""
+    topology = scenario.topology
+    return max(1, topology.expert_parallel // topology.ranks_per_node)
 
 
 def flops_per_s(cluster: ClusterConfig) -> float:
@@ -100,38 +109,58 @@ def times_of(work: Work) -> IterationTimes:
     flops, layers = flops_per_token(model), layers_of(model)
     per_token = PASSES * sum(flops[op] * layers[op] for op in flops)
     compute_s = work.tokens * per_token / flops_per_s(cluster)
-    rows_bytes = remote_bytes(work.rows * model.hidden * ACTIVATION_BYTES, cluster)
-    return times(model, cluster, work.replicas, compute_s=compute_s, rows_bytes=rows_bytes, rate=link_of(cluster))
+    rows_bytes = remote_bytes(work.rows * model.hidden * ACTIVATION_BYTES, work.expert_nodes)
+    return times(work, compute_s=compute_s, rows_bytes=rows_bytes, rate=link_of(cluster))
 
 
-def times(
-    model: ModelConfig,
-    cluster: ClusterConfig,
-    replicas: int,
-    *,
-    compute_s: Seconds,
-    rows_bytes: float,
-    rate: BytesPerSecond,
-) -> IterationTimes:
+def times(work: Work, *, compute_s: Seconds, rows_bytes: float, rate: BytesPerSecond) -> IterationTimes:
     """Returns the times of an iteration.
 
     Args:
-        model: What is trained here.
-        cluster: Where, with its nodes.
-        replicas: Copies of each shard, one of them local.
-        compute_s: How long the iteration computes.
-        rows_bytes: What one all-to-all takes out of a node.
-        rate: Of a node's link.
+        work: what is trained, and where.
+        compute_s: how long the iteration computes.
+        rows_bytes: what one all-to-all takes out of a node.
+        rate: of a node's link.
     """
-    checkpoint_bytes = STATE_BYTES_PER_PARAM * total_params(model) / cluster.nodes * (replicas - 1)
+    traffic = _traffic(work, rows_bytes)
     return IterationTimes(
         compute_s=compute_s,
-        all_to_all_s=4 * num_moe_layers(model) * rows_bytes / rate,
-        reduce_s=2 * remote_bytes(GRADIENT_BYTES * dense_params(model), cluster) / rate,
-        checkpoint_s=checkpoint_bytes / rate,
+        all_to_all_s=traffic.all_to_all_bytes / rate,
+        reduce_s=traffic.reduce_bytes / rate,
+        checkpoint_s=traffic.checkpoint_bytes / rate,
     )
 
 
-def remote_bytes(num_bytes: float, cluster: ClusterConfig) -> float:
-    """Returns what leaves the node, of traffic that is spread evenly over all nodes."""
-    return num_bytes * (cluster.nodes - 1) / cluster.nodes
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What leaves a node in an iteration."""
+
+    all_to_all_bytes: float
+    reduce_bytes: float
+    checkpoint_bytes: float
+
+
+def traffic_of(scenario: Scenario, value_bytes: Bytes) -> Traffic:
+    """Returns what a node of the scenario sends in an iteration, with a checkpoint; `value_bytes` of an activation."""
+    model, topology = scenario.model, scenario.topology
+    tokens = model.tokens_per_rank * topology.ranks_per_node
+    replicas = scenario.system.replicas if find(scenario.system.name).replicates and scenario.system.every else 1
+    work = Work(model, scenario.cluster, replicas, tokens, expert_nodes(scenario))
+    return _traffic(work, remote_bytes(work.rows * model.hidden * value_bytes, work.expert_nodes))
+
+
+def _traffic(work: Work, rows_bytes: float) -> Traffic:
+    """Returns what leaves a node, of which one all-to-all sends `rows_bytes`."""
+    model, nodes = work.model, work.cluster.nodes
+    experts = num_moe_layers(model) * model.num_experts * expert_params(model) / work.expert_nodes
+    reduced = remote_bytes(dense_params(model), nodes) + remote_bytes(experts, nodes // work.expert_nodes)
+    return Traffic(
+        all_to_all_bytes=4 * num_moe_layers(model) * rows_bytes,
+        reduce_bytes=2 * GRADIENT_BYTES * reduced,
+        checkpoint_bytes=STATE_BYTES_PER_PARAM * total_params(model) / nodes * (work.replicas - 1),
+    )
+
+
+def remote_bytes(num_bytes: float, num_nodes: int) -> float:
+    """Returns what leaves the node, of traffic that is spread evenly over so many nodes."""
+    return num_bytes * (num_nodes - 1) / num_nodes

@@ -161,16 +161,22 @@ class Decoder(nn.Module):
 
 
 def mixtral(
-    config: ModelConfig, rank: int, world_size: int, network: Network, forced_routing: ForcedRouting | None
+    config: ModelConfig,
+    rank: int,
+    world_size: int,
+    network: Network,
+    forced_routing: ForcedRouting | None,
+    everyone: Network,
 ) -> Decoder:
     """Makes a model of family `mixtral`: RMSNorm, RoPE, grouped-query or latent attention, SwiGLU, dropless routing.
 
     Args:
         config: of the model.
-        rank: whose experts it holds.
-        world_size: number of ranks.
-        network: exchanges tokens.
+        rank: whose experts it holds, in its expert-parallel group.
+        world_size: number of ranks in that group.
+        network: of that group; exchanges tokens.
         forced_routing: assigns the experts in place of the router; None leaves it to the router.
+        everyone: of all ranks.
     """
 
     def norm() -> nn.Module:
@@ -180,7 +186,7 @@ def mixtral(
         core = LatentAttention(config) if config.attention == "mla" else Attention(config)
         attention = nn.Sequential(norm(), core)
         if config.is_moe(layer):
-            return Block(layer, attention, moe=MoE(config, layer, rank, world_size, network, forced_routing))
+            return Block(layer, attention, moe=MoE(config, layer, rank, world_size, network, forced_routing, everyone))
         return Block(layer, attention, mlp=nn.Sequential(norm(), SwiGLU(config.hidden, config.dense_ffn)))
 
     return Decoder(config, map(block, range(config.num_layers)), norm())

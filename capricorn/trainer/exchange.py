@@ -9,14 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from datetime import timedelta
+from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from capricorn.emulation.route import Route
+from capricorn.topology import Topology
 from capricorn.units import Bytes, Seconds
 
+COLLECTIVE_TIMEOUT: Final = timedelta(minutes=30)
+"""Of groups that are made without another one; torch's own."""
 PACE_TIMEOUT_S: Seconds = 120.0
 """Deadline for everything that one all-to-all sends over paced links."""
 
@@ -25,7 +30,7 @@ class Network:
     """One group of ranks, as one of its members sees it."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, routes: Mapping[int, Route] | None = None) -> None:
-        """Without a group there is one rank. `routes` by rank: the paced way to ranks on other nodes."""
+        """Without a group there is one rank. `routes` by rank in the group: the paced way to ranks on other nodes."""
         self.group, self._routes = group, dict(routes or {})
         is_alone = group is None
         self.rank, self.size = (0, 1) if is_alone else (dist.get_rank(group), dist.get_world_size(group))
@@ -93,3 +98,59 @@ class Network:
         for wait in as_completed(waits, PACE_TIMEOUT_S):
             wait.result()
             yield waits[wait]
+
+
+class Networks:
+    """The groups that one rank is in: all ranks, those that share the experts with it, those with the same experts."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        rank: int,
+        routes: Mapping[int, Route] | None = None,
+        timeout: timedelta = COLLECTIVE_TIMEOUT,
+    ) -> None:
+        """Makes the groups below the default group; collective.
+
+        Args:
+            topology: the ranks, and which of them share the experts.
+            rank: this rank.
+            routes: by rank, the paced way to ranks on other nodes.
+            timeout: of the collectives in the new groups.
+        """
+        self._topology, self._timeout = topology, timeout
+        self._members = [
+            next(ranks for ranks in groups if rank in ranks)
+            for groups in ([range(topology.world_size)], topology.expert_parallel_groups(), topology.replica_groups())
+        ]
+        groups = self._make_groups()
+        self.everyone, self.experts, self.replicas = (
+            Network(groups.get(ranks), _routes_in(ranks, routes or {})) for ranks in self._members
+        )
+
+    def leave(self) -> None:
+        """Lets go of groups that have lost a member."""
+        self._use({})
+
+    def rejoin(self) -> None:
+        """Makes the groups anew below the default group of now, which has the ranks of the one before; collective."""
+        self._use(self._make_groups())
+
+    def _use(self, groups: Mapping[range, dist.ProcessGroup]) -> None:
+        for network, ranks in zip((self.everyone, self.experts, self.replicas), self._members, strict=True):
+            network.group = groups.get(ranks)
+
+    def _make_groups(self) -> dict[range, dist.ProcessGroup]:
+        """Returns the groups by their ranks; every rank has to make all of them, in this order."""
+        assert dist.group.WORLD is not None
+        groups = {range(self._topology.world_size): dist.group.WORLD}
+        replicas = self._topology.replica_groups() if self._topology.num_replicas > 1 else []
+        for ranks in (*self._topology.expert_parallel_groups(), *replicas):
+            if ranks not in groups:
+                groups[ranks] = dist.new_group(list(ranks), timeout=self._timeout)
+        return groups
+
+
+def _routes_in(ranks: range, routes: Mapping[int, Route]) -> dict[int, Route]:
+    """Returns the routes to the ranks of a group, by their place in it."""
+    return {place: routes[rank] for place, rank in enumerate(ranks) if rank in routes}

@@ -45,20 +45,24 @@ class HookedMoE(MOELayer):  # type: ignore[misc]
     Needs an initialised process group, tokens that divide by the number of experts, and experts that divide by ranks.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, rank: int, world_size: int, network: Network):
+    def __init__(
+        self, config: ModelConfig, layer: int, rank: int, world_size: int, network: Network, everyone: Network
+    ) -> None:
         """Makes the layer with the experts of one rank.
 
         Args:
             config: of the model.
             layer: its number, from 0.
-            rank: whose experts it holds.
-            world_size: number of ranks.
-            network: exchanges tokens.
+            rank: whose experts it holds, in its expert-parallel group.
+            world_size: number of ranks in that group.
+            network: of that group; exchanges tokens.
+            everyone: of all ranks.
         """
         ids = expert_split(config.num_experts, world_size)[rank]
         experts = nn.ModuleList(GeluExpert(config.hidden, config.ffn, expert_id) for expert_id in ids)
         super().__init__(Top2Gate(config.hidden, config.num_experts), experts, network.group)
-        self.layer, self.num_experts, self.network = layer, config.num_experts, network
+        self.layer, self.num_experts = layer, config.num_experts
+        self.network, self.everyone = network, everyone
         self.norm = nn.LayerNorm(config.hidden)
 
     def forward(self, x_TD: Tensor, hook: TrainerHook | None) -> tuple[Tensor, Tensor]:
@@ -69,7 +73,8 @@ class HookedMoE(MOELayer):  # type: ignore[misc]
         """
         rows_ND, weights_TEC, balance, counts_E = run_op(hook, self.layer, "gate", self._route, x_TD)
         if hook is not None:
-            hook.on_routed(self.layer, self.network.gather(counts_E).sum(0).tolist())
+            counts_GWE = self.everyone.gather(counts_E).view(-1, self.network.size, self.num_experts)
+            hook.on_routed(self.layer, counts_GWE.sum(1).flatten().tolist())
         splits = [len(rows_ND) // self.world_size] * self.world_size
         rows_ND = all_to_all(rows_ND, splits, splits, self.network, hook, self.layer, "dispatch")
         rows_ND = run_op(hook, self.layer, "expert", self._compute, rows_ND)
@@ -101,21 +106,22 @@ class GptDecoder(Decoder):
         return super().embed(tokens_BS) + self.position.weight[: tokens_BS.shape[1]]
 
 
-def gpt_moe(config: ModelConfig, rank: int, world_size: int, network: Network) -> Decoder:
+def gpt_moe(config: ModelConfig, rank: int, world_size: int, network: Network, everyone: Network) -> Decoder:
     """Makes a model of family `gpt-moe`: GPT-2 with LayerNorm, learned positions, biases, and MoE in some layers.
 
     Args:
         config: of the model.
-        rank: whose experts it holds.
-        world_size: number of ranks.
-        network: exchanges tokens.
+        rank: whose experts it holds, in its expert-parallel group.
+        world_size: number of ranks in that group.
+        network: of that group; exchanges tokens.
+        everyone: of all ranks.
     """
     hidden, ffn = config.hidden, config.ffn
 
     def block(layer: int) -> Block:
         attention = nn.Sequential(nn.LayerNorm(hidden), Attention(config, bias=True, rope=False))
         if config.is_moe(layer):
-            return Block(layer, attention, moe=HookedMoE(config, layer, rank, world_size, network))
+            return Block(layer, attention, moe=HookedMoE(config, layer, rank, world_size, network, everyone))
         mlp = nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, ffn), nn.GELU(), nn.Linear(ffn, hidden))
         return Block(layer, attention, mlp=mlp)
 

@@ -24,6 +24,7 @@ def build_model(
     device: torch.device | str,
     seed: int,
     forced_routing: ForcedRouting | None = None,
+    everyone: Network | None = None,
 ) -> nn.Module:
     """Returns the model with the experts of `rank`; called as `model(tokens_BS, targets_BS, hook)` it yields the loss.
 
@@ -32,24 +33,25 @@ def build_model(
 
     Args:
         config: its family chooses the class.
-        rank: whose experts the model holds.
-        world_size: number of ranks.
-        network: exchanges tokens.
+        rank: whose experts the model holds, in its expert-parallel group.
+        world_size: number of ranks in that group.
+        network: of that group; exchanges tokens.
         device: where parameters live; on `meta` they have no values.
         seed: of the initial weights.
         forced_routing: assigns the experts, in place of the router; not for family `gpt-moe`.
+        everyone: of all ranks; by default the expert-parallel group is all ranks.
 
     Raises:
-        ConfigError: there are more ranks than experts.
+        ConfigError: the group has more ranks than there are experts.
     """
     with torch.device(device):
         if config.family == "gpt-moe":
             # fairscale is needed by this family only, and slow to import.
             from capricorn.trainer.gpt_moe import gpt_moe
 
-            model: nn.Module = gpt_moe(config, rank, world_size, network)
+            model: nn.Module = gpt_moe(config, rank, world_size, network, everyone or network)
         else:
-            model = mixtral(config, rank, world_size, network, forced_routing)
+            model = mixtral(config, rank, world_size, network, forced_routing, everyone or network)
     if torch.device(device).type != "meta":
         init_parameters(model, seed)
     return model

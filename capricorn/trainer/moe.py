@@ -1,7 +1,7 @@
 """The dropless MoE block: router, dispatch, experts of this rank, combine. Knows neither attention nor the optimizer.
 
-Shapes: T tokens of this rank, D hidden, F ffn, E experts, L experts of this rank, K top_k, W ranks, A = T*K
-assignments of this rank, R rows this rank's experts receive.
+Shapes: T tokens of this rank, D hidden, F ffn, E experts, L experts of this rank, K top_k, G expert-parallel groups of
+W ranks each, A = T*K assignments of this rank, R rows this rank's experts receive.
 """
 
 from __future__ import annotations
@@ -88,20 +88,22 @@ class MoE(nn.Module):
         world_size: int,
         network: Network,
         forced_routing: ForcedRouting | None = None,
+        everyone: Network | None = None,
     ) -> None:
         """Makes the layer with the experts of one rank.
 
         Args:
             config: of the model.
             layer: its number, from 0.
-            rank: whose experts it holds.
-            world_size: number of ranks.
-            network: exchanges tokens.
+            rank: whose experts it holds, in its expert-parallel group.
+            world_size: number of ranks in that group.
+            network: of that group; exchanges tokens.
             forced_routing: assigns the experts in place of the router; None leaves it to the router.
+            everyone: of all ranks; by default the expert-parallel group is all ranks.
         """
         super().__init__()
         self.layer, self.rank, self.top_k = layer, rank, config.top_k
-        self.network, self.forced_routing = network, forced_routing
+        self.network, self.everyone, self.forced_routing = network, everyone or network, forced_routing
         self.split = expert_split(config.num_experts, world_size)
         self.norm = nn.RMSNorm(config.hidden, eps=NORM_EPS)
         self.gate = nn.Linear(config.hidden, config.num_experts, bias=False)
@@ -114,11 +116,12 @@ class MoE(nn.Module):
         h_TD, rows_AD, weights_TK, probs_E, counts_E, order_A, inverse_A = run_op(
             hook, self.layer, "gate", self._route, x_TD
         )
-        counts_WE = self.network.gather(counts_E)
-        total_E = counts_WE.sum(0)
+        counts_GWE = self.everyone.gather(counts_E).view(-1, len(self.split), len(counts_E))
+        loads_GE = counts_GWE.sum(1)
+        total_E = loads_GE.sum(0)
         if hook is not None:
-            hook.on_routed(self.layer, total_E.tolist())
-        counts = counts_WE.tolist()
+            hook.on_routed(self.layer, loads_GE.flatten().tolist())
+        counts = counts_GWE[self.everyone.rank // len(self.split)].tolist()
         mine = self.split[self.rank]
         received = [row[mine.start : mine.stop] for row in counts]
         send = [sum(counts[self.rank][ids.start : ids.stop]) for ids in self.split]

@@ -142,7 +142,11 @@ MISTAKES = [
     (["run", "--iterations", "x"], "'--iterations': 'x'"),
     (["run", "--warmup", "30"], "warmup 30 leaves nothing of 30 iterations"),
     (["run", "--replicas", "3"], "use --nodes 3 or --replicas 2"),
-    (["run", "--nodes", "16", "--replicas", "1"], "16 ranks cannot share 8 experts"),
+    (["run", "--nodes", "16", "--expert-parallel", "16"], "so many ranks cannot share 8 experts"),
+    (
+        ["run", "--nodes", "16", "--expert-parallel", "3"],
+        "--expert-parallel 3 does not divide the 16 ranks; use",
+    ),
     (["run", "--nodes", "2", "--nnodes", "3"], "--nodes 2 contradicts --nnodes 3"),
     (["run", "--nnodes", "2"], "--rdzv-endpoint"),
     (["run", "--data", "/no/such/text"], "--data /no/such/text: no such file"),

@@ -43,7 +43,11 @@ def printed(done: subprocess.CompletedProcess[str], code: int = 0) -> dict[str, 
 
 
 @pytest.mark.parametrize(
-    "name", ["./my_systems.py:RawFiles", pytest.param("my_systems:RawFiles", marks=pytest.mark.slow), "raw"]
+    "name",
+    [
+        "raw",
+        *(pytest.param(f"{where}:RawFiles", marks=pytest.mark.slow) for where in ("./my_systems.py", "my_systems")),
+    ],
 )
 def test_an_own_system_runs_and_recovers_by_path_by_module_and_installed(outside: Path, name: str) -> None:
     words = ("run", *TINY, "--system", name, "--fault", "kill@rank=1,iteration=5", "--json")

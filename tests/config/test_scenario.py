@@ -112,7 +112,7 @@ def test_the_later_of_two_overrides_wins() -> None:
         ("train.iterations=5", "warmup 5 leaves nothing of 5 iterations"),
         ("system.replicas=3", "use --nodes 3 or --replicas 2"),
         ("system.block_bytes=5000", "system.block_bytes"),
-        ("cluster.nodes=16", "16 ranks cannot share 8 experts"),
+        ("cluster.expert_parallel=16", "--expert-parallel 16 does not divide the 2 ranks; use one of 1, 2"),
         ("model.top_k=9", "top_k 9 exceeds num_experts 8"),
     ],
 )

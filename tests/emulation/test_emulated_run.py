@@ -25,18 +25,18 @@ KILL, NODE_LOSS = "kill@rank=1,iteration=5", "node-loss@node=1,iteration=5,op=ex
 SHORT = ("--iterations", "8", "--warmup", "2")
 
 
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The same training without emulation."""
+    return run(tmp_path_factory.mktemp("local"), *SHORT)
+
+
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The file of a small measured cluster."""
     path = tmp_path_factory.mktemp("cluster") / "small.toml"
     path.write_text(CLUSTER)
     return path
-
-
-@pytest.fixture(scope="session")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The same training without emulation."""
-    return run(tmp_path_factory.mktemp("local"), *SHORT)
 
 
 def need(way: str) -> None:
@@ -58,7 +58,7 @@ def assert_done(ended: Run) -> None:
     assert ended.summary["requested"] == ended.summary["effective"] == ended.summary["iterations"] == 8
 
 
-@pytest.mark.parametrize("way", [NAMESPACES, pytest.param(USER_NAMESPACES, marks=SLOW), PACED])
+@pytest.mark.parametrize("way", [NAMESPACES, *(pytest.param(way, marks=SLOW) for way in (USER_NAMESPACES, PACED))])
 def test_losses_are_those_of_a_local_run_whatever_makes_the_links(
     way: str, cluster: Path, reference: Run, tmp_path: Path
 ) -> None:

@@ -54,7 +54,7 @@ def digests(ended: Run) -> dict[int, str]:
     [
         pytest.param("corrupt@rank=1,iteration=6", (), PEER),
         pytest.param("corrupt@rank=1,iteration=6,where=replica", (), LOCAL, marks=SLOW),
-        pytest.param("truncate@rank=1,iteration=6", (), PEER),
+        pytest.param("truncate@rank=1,iteration=6", (), PEER, marks=SLOW),
         pytest.param("truncate@rank=1,iteration=6,where=replica", (), LOCAL, marks=SLOW),
         pytest.param("corrupt@rank=1,iteration=6,where=previous", (), PEER, marks=SLOW),
         pytest.param("truncate@rank=1,iteration=6,where=previous", (), PEER, marks=SLOW),
@@ -201,3 +201,25 @@ def test_a_failure_that_this_machine_cannot_have_is_refused_in_one_line_before_a
     assert ended.exit_code == 2
     assert len(ended.stderr.splitlines()) == 1
     assert ended.folder is None
+
+
+SIXTEEN = ("--nodes", "4", "--ranks-per-node", "4", "--expert-parallel", "8")
+FOUR = ("--nodes", "2", "--ranks-per-node", "2", "--expert-parallel", "2", "--set", "train.expert_optimizer=replicated")
+
+
+@pytest.mark.parametrize(
+    ("shape", "fault"),
+    [
+        (("--expert-parallel", "1"), "node-loss@node=1,iteration=6"),
+        pytest.param(FOUR, "node-loss@node=0,iteration=6", marks=SLOW),
+        pytest.param(SIXTEEN, "kill@rank=9,iteration=6", marks=SLOW),
+        pytest.param(SIXTEEN, "node-loss@node=2,iteration=6", marks=SLOW),
+    ],
+)
+def test_experts_with_replicas_go_on_alike_on_all_of_them(shape: tuple[str, ...], fault: str, tmp_path: Path) -> None:
+    undisturbed = run(tmp_path / "undisturbed", *SHORT, *shape, deadline_s=300.0)
+    ended = run(tmp_path / "faulty", *SHORT, *shape, *faults(fault), deadline_s=300.0)
+    assert_ok(ended)
+    assert ended.num_triggered == 1
+    assert min(ended.lost) <= 1
+    assert_as_before(ended, undisturbed)

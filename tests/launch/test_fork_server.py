@@ -24,12 +24,6 @@ from tests.support.runs import LiveRun, Run, assert_ok, assert_same_losses, faul
 pytestmark = pytest.mark.timeout(120)
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """An undisturbed run."""
-    return run(tmp_path_factory.mktemp("reference"))
-
-
 def pids(events: list[EventSample], attempt: int) -> dict[int, int]:
     """By rank: its process in that attempt."""
     started = [event for event in events if event.event == "started" and event.attempt == attempt]
@@ -40,11 +34,16 @@ def failures(ended: Run) -> list[str]:
     return [event.detail for event in ended.events if event.event == "failed"]
 
 
-def test_survivors_stay_in_their_processes_and_only_the_dead_are_forked_anew(tmp_path: Path, reference: Run) -> None:
-    ended = run(tmp_path, *faults("kill@rank=1,iteration=8"))
-    assert_ok(ended)
-    assert_same_losses(ended, reference)
-    before, after = pids(ended.events, 0), pids(ended.events, 1)
+@pytest.fixture(scope="module")
+def recovered(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run that has lost a node."""
+    return run(tmp_path_factory.mktemp("recovered"), *faults("node-loss@node=1,iteration=8"))
+
+
+def test_survivors_stay_in_their_processes_and_only_the_dead_are_forked_anew(recovered: Run, reference: Run) -> None:
+    assert_ok(recovered)
+    assert_same_losses(recovered, reference)
+    before, after = pids(recovered.events, 0), pids(recovered.events, 1)
     assert before[0] == after[0]
     assert before[1] != after[1]
 
@@ -67,7 +66,7 @@ def stop_node(live: LiveRun) -> int:
 @pytest.mark.parametrize(
     ("victim", "told"),
     [
-        pytest.param(stop_rank, "frozen for 2.5 s", id="rank"),
+        pytest.param(stop_rank, "frozen for 2.5 s", id="rank", marks=pytest.mark.slow),
         pytest.param(stop_node, "node 1 is frozen", id="node", marks=pytest.mark.slow),
     ],
 )
@@ -91,9 +90,8 @@ def test_torchrun_starts_the_ranks_and_starts_them_again_on_request(tmp_path: Pa
     assert ended.resumed == [7]
 
 
-def test_all_phases_of_a_recovery_are_in_the_record(tmp_path: Path) -> None:
-    ended = run(tmp_path, *faults("node-loss@node=1,iteration=8"))
-    (recovery,) = ended.recoveries
+def test_all_phases_of_a_recovery_are_in_the_record(recovered: Run) -> None:
+    (recovery,) = recovered.recoveries
     phases = (recovery.detect_s, recovery.restart_s, recovery.agree_s, recovery.fetch_s, recovery.load_s)
     assert all(phase > 0 for phase in phases), phases
     assert recovery.first_iteration_s is not None

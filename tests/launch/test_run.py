@@ -40,14 +40,6 @@ def limited(num_files: int) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="session")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """An uninterrupted run on two nodes of one rank, whose store is kept."""
-    folder = tmp_path_factory.mktemp("reference")
-    (folder / "stores").mkdir()
-    return run(folder / "out", "--keep-store", "--set", f"store.root={folder / 'stores'}")
-
-
-@pytest.fixture(scope="session")
 def reference_of_four(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """An uninterrupted run on two nodes of two ranks, with few open files."""
     return run(tmp_path_factory.mktemp("four"), *FOUR_RANKS, prefix=limited(256))
@@ -144,6 +136,7 @@ def test_a_lost_node_without_replicas_ends_the_run_and_never_starts_over(tmp_pat
     assert all(sample.loss == done[sample.rank, sample.iteration] for sample in ended.samples)
 
 
+@pytest.mark.slow
 def test_a_damaged_copy_is_named_and_fetched_from_the_peer(tmp_path: Path, reference: Run) -> None:
     ended = run(tmp_path, *faults("corrupt@rank=1,iteration=11"))
     assert_ok(ended)
@@ -218,6 +211,7 @@ def test_a_tmpfs_that_is_too_small_is_refused_before_anything_starts(tmp_path: P
     assert ended.folder is None
 
 
+@pytest.mark.slow
 def test_a_tmpfs_that_fills_up_during_the_run_does_no_harm(tmp_path: Path, reference: Run) -> None:
     with tmpfs("64M") as root, LiveRun(tmp_path, "--set", f"store.root={root}") as live:
         live.wait_iteration(2)

@@ -28,12 +28,6 @@ NEW_PIDS = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 CHILD_OF_1 = (*NEW_PIDS, "sh", "-c", '"$@"; exit $?', "sh")
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """An undisturbed run."""
-    return run(tmp_path_factory.mktemp("reference"), "--iterations", "30")
-
-
 def failures(events: list[EventSample]) -> list[str]:
     return [event.detail for event in events if event.event == "failed"]
 
@@ -74,7 +68,7 @@ def refusal_of_new_pids() -> str:
     "prefix", [pytest.param(NEW_PIDS, id="as 1"), pytest.param(CHILD_OF_1, id="under 1", marks=SLOW)]
 )
 @pytest.mark.parametrize(
-    "mode", ["torchrun", USER_NAMESPACES, *(pytest.param(way, marks=SLOW) for way in (NAMESPACES, PACED))]
+    "mode", [USER_NAMESPACES, *(pytest.param(way, marks=SLOW) for way in ("torchrun", NAMESPACES, PACED))]
 )
 def test_a_launcher_may_be_process_1_or_its_child_however_it_starts_others(
     mode: str, prefix: tuple[str, ...], tmp_path: Path

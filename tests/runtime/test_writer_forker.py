@@ -142,7 +142,7 @@ def lose_it_to_a_stop(folder: Path) -> dict[str, Any]:
     return lose_the_forker(folder, signal.SIGSTOP)
 
 
-@pytest.mark.parametrize("lose", [lose_it_to_a_kill, lose_it_to_a_stop])
+@pytest.mark.parametrize("lose", [lose_it_to_a_kill, pytest.param(lose_it_to_a_stop, marks=pytest.mark.slow)])
 def test_where_writers_cannot_be_forked_they_are_started_afresh(tmp_path: Path, lose: Any) -> None:
     seen = in_a_process(lose, tmp_path)
     assert "no-layout" in seen.pop("answer")
@@ -173,7 +173,7 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_forker_and_writers_end_with_their_rank_however_it_ends(tmp_path: Path, number: signal.Signals) -> None:
     rank = subprocess.Popen([sys.executable, "-c", PROGRAM, tmp_path], stdout=subprocess.PIPE, text=True)
     assert rank.stdout is not None
@@ -185,6 +185,7 @@ def test_forker_and_writers_end_with_their_rank_however_it_ends(tmp_path: Path, 
     next(None for _ in polls(PATIENCE_S) if not any(map(command_of, children)))
 
 
+@pytest.mark.slow
 def test_a_writer_that_is_started_afresh_has_a_name_and_answers(tmp_path: Path) -> None:
     with closing(Lines(spawn_writer, tmp_path)) as writer:
         assert "no-layout" in writer.ask()

@@ -15,7 +15,8 @@ from capricorn.config.scenario import Scenario
 from capricorn.report.terminal.grid import pairs, plain_table
 from capricorn.report.text import describe, format_params, format_time
 from capricorn.sizing.memory import Needs, num_moe_layers, total_params
-from capricorn.sizing.workload import link_of
+from capricorn.sizing.scale import VALUE_BYTES
+from capricorn.sizing.workload import ACTIVATION_BYTES, link_of, traffic_of
 from capricorn.units import Seconds, count_noun, format_bytes, format_rate
 
 if TYPE_CHECKING:
@@ -31,13 +32,31 @@ def plan_table(scenario: Scenario, needs: Needs) -> RenderableType:
 
 
 def _needs_table(scenario: Scenario, needs: Needs) -> RenderableType:
-    table = pairs()
+    table, topology = pairs(), scenario.topology
+    shared = f"the {scenario.model.num_experts} of a layer on {count_noun(topology.expert_parallel, 'rank')}"
+    copies = f", {topology.num_replicas} replicas of each" if topology.num_replicas > 1 else ""
+    table.add_row("experts", shared + copies)
     table.add_row("state of a rank", format_bytes(needs.shard_bytes))
     table.add_row("training, a rank", format_bytes(needs.device_bytes))
     table.add_row("processes", format_bytes(needs.process_bytes))
     table.add_row("store (tmpfs)", format_bytes(needs.store_bytes))
     table.add_row("host memory", f"{format_bytes(needs.host_bytes)} = processes + store")
+    if scenario.emulation is None and topology.num_nodes > 1:
+        table.add_row("link of a node", _traffic_line(scenario))
     return Group(Text(f"{describe(scenario)} needs", style="bold"), table)
+
+
+def _traffic_line(scenario: Scenario) -> str:
+    """Returns what leaves a node in an iteration."""
+    traffic = traffic_of(scenario, ACTIVATION_BYTES if scenario.cluster.device == "cuda" else VALUE_BYTES)
+    parts = {
+        "all-to-all": traffic.all_to_all_bytes,
+        "gradients": traffic.reduce_bytes,
+        "checkpoint": traffic.checkpoint_bytes,
+    }
+    return ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in parts.items() if num_bytes) + (
+        " an iteration"
+    )
 
 
 def scale_table(scenario: Scenario) -> RenderableType:

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 
-from capricorn.errors import ConfigError
 from capricorn.hooks import OpKey, TrainerHook
 from capricorn.planner.link_model import LinkModel
 from capricorn.planner.plan import Limit, Plan, Planner
@@ -24,7 +23,7 @@ from capricorn.runtime.schedule.gate import Gate
 from capricorn.runtime.schedule.op_clock import Clock, make_clock
 from capricorn.runtime.schedule.profiler import Profiler
 from capricorn.systems.interface import ChunkEvent, JobContext, Planning
-from capricorn.topology import expert_split
+from capricorn.topology import Topology
 from capricorn.units import Seconds
 
 FIRST_QUESTIONS = 8
@@ -61,7 +60,7 @@ class Scheduler(TrainerHook):
         profiler: Profiler,
         signals: IdleSignals,
         ends: Sequence[int],
-        world_size: int,
+        topology: Topology,
     ) -> None:
         """Connects the parts.
 
@@ -72,10 +71,10 @@ class Scheduler(TrainerHook):
             profiler: measures the ops of an iteration.
             signals: tell the owners of idle spans.
             ends: the ranks whose links the traffic of this one uses: its own and its holders'.
-            world_size: number of ranks.
+            topology: the ranks, and which of them share the experts.
         """
         self._planner, self._gate, self._clock, self._profiler = planner, gate, clock, profiler
-        self._signals, self._ends, self._world_size = signals, ends, world_size
+        self._signals, self._ends, self._topology = signals, ends, topology
         self._idle_s: Seconds = 0.0
         self._collisions = Collisions()
         self._plan = Plan(())
@@ -198,10 +197,10 @@ class Scheduler(TrainerHook):
             self._begin_span(op)
 
     def on_routed(self, layer: int, tokens_per_expert: Sequence[int]) -> None:
-        try:
-            split = expert_split(len(tokens_per_expert), self._world_size)
-        except ConfigError:
+        num_experts, is_other = divmod(len(tokens_per_expert), self._topology.num_replicas)
+        if is_other or num_experts < self._topology.expert_parallel:
             return  # not spread over the ranks as ours are, so the loads say nothing of a rank
+        split = self._topology.experts_of(num_experts)
         until = [0, *accumulate(tokens_per_expert)]
         self._tokens[layer] = tokens = tuple(until[ids.stop] - until[ids.start] for ids in split)
         self._planner.on_routed(layer, tokens)
@@ -272,4 +271,4 @@ def make_scheduler(
         signals.close()
         clock.close()
         raise
-    return Scheduler(planner, gate, clock, profiler, signals, [job.rank, *holders], job.topology.world_size)
+    return Scheduler(planner, gate, clock, profiler, signals, [job.rank, *holders], job.topology)
