@@ -13,7 +13,6 @@ from capricorn.compare.compare_record import (
     PlannedComparison,
     Variant,
     check_shared_options,
-    flat_settings,
     parse_variants,
     setting_key,
 )
@@ -22,6 +21,7 @@ from capricorn.config.scenario import Scenario
 from capricorn.errors import ConfigError, unknown_name
 from capricorn.systems.effect import check_effect
 from capricorn.systems.registry import check_system
+from capricorn.systems.settings import flat_settings
 
 from .options import (
     PARAMETERS,

@@ -23,7 +23,7 @@ from capricorn.errors import ConfigError
 from capricorn.files import named, open_descriptor
 from capricorn.records.samples import RunRecord, read_record, read_run, write_record
 from capricorn.systems.registry import SYSTEMS, find, short_name
-from capricorn.systems.settings import OPTIONS, override
+from capricorn.systems.settings import OPTIONS, flat_settings, override
 
 SCHEMA_VERSION = 1
 COMPARE, LOCK = "compare.json", "compare.lock"
@@ -305,13 +305,6 @@ def missing_runs(folder: Path, planned: PlannedComparison) -> list[PlannedRun]:
 
 
 # --- the same work -----------------------------------------------------------------------------------------------
-
-
-def flat_settings(scenario: Scenario) -> dict[str, Any]:
-    """Returns every `section.field` of a scenario with its value, `system.options.KEY` too, and nothing computed."""
-    tree = scenario.model_dump(mode="json", exclude={"emulation", "faults"})
-    settings = {f"{section}.{field}": value for section, table in tree.items() for field, value in table.items()}
-    return settings | {f"{OPTIONS}.{key}": value for key, value in settings.pop(OPTIONS).items()}
 
 
 def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:

@@ -18,7 +18,6 @@ from capricorn.compare.compare_record import (
     PlannedRun,
     Tuned,
     differing,
-    flat_settings,
     missing_runs,
     write_compare,
 )
@@ -26,6 +25,7 @@ from capricorn.config.scenario import Scenario
 from capricorn.errors import CapricornError
 from capricorn.launch.launcher import RunListener
 from capricorn.records.samples import EventSample, IterationSample
+from capricorn.systems.settings import flat_settings
 from capricorn.units import Seconds
 
 Watch: TypeAlias = Callable[[Callable[[], str]], AbstractContextManager[RunListener]]

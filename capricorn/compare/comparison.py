@@ -10,7 +10,6 @@ from capricorn.compare.compare_record import (
     BASE,
     CHECKPOINTS,
     differing,
-    flat_settings,
     require_same_checkpoints,
     require_same_work,
 )
@@ -22,6 +21,7 @@ from capricorn.errors import ConfigError
 from capricorn.records.samples import Mode
 from capricorn.stats.numbers import quantile, ratio
 from capricorn.systems.registry import recorded
+from capricorn.systems.settings import flat_settings
 from capricorn.units import Bytes, Seconds
 
 OURS = "capricorn"

@@ -15,7 +15,6 @@ from capricorn.compare.compare_record import (
     PlannedRun,
     checkpoints_of,
     differing,
-    flat_settings,
     folder_of,
     is_compare,
     is_done,
@@ -29,7 +28,7 @@ from capricorn.compare.paired_ratio import Ratio, paired_ratio
 from capricorn.errors import ConfigError
 from capricorn.planner.gemini_planner import SWEEP
 from capricorn.records.samples import RUN, RunRecord, read_run
-from capricorn.systems.settings import OPTIONS
+from capricorn.systems.settings import OPTIONS, flat_settings
 
 PLACES = ("store", "launch")
 """Sections that say where things lie and start, and do not tell one variant from another."""

@@ -48,6 +48,7 @@ from capricorn.launch.recorder import Recorder, was_ever_complete
 from capricorn.process import die_with_parent
 from capricorn.records.job_file import Fatal, Job
 from capricorn.runtime.comm.collectives import maximum, share_text
+from capricorn.runtime.command_agreement import check_agreement
 from capricorn.runtime.persist.layout import iterations_in
 from capricorn.systems.interface import CheckpointSystem, JobContext
 from capricorn.systems.registry import load_system
@@ -141,6 +142,7 @@ class Worker:
         device = self._device()
         self._rendezvous(device)
         self._recorder.event("started", f"pid {os.getpid()}")
+        check_agreement(self._control, self._job.scenario)
         self._attach(device)
         self._is_training = True
         first = self._iteration + 1

@@ -120,3 +120,10 @@ def _check_key(key: str, entry: SystemEntry, model: type[BaseModel] | None) -> N
     nearest = difflib.get_close_matches(key, fields, n=1)
     has = f"did you mean {nearest[0]!r}?" if nearest else f"it has {', '.join(fields) or 'none'}"
     raise ConfigError(f"{OPTIONS}.{key}: system {entry.label} has no such option; {has}")
+
+
+def flat_settings(scenario: Scenario) -> dict[str, Any]:
+    """Returns every `section.field` of a scenario with its value, `system.options.KEY` too, and nothing computed."""
+    tree = scenario.model_dump(mode="json", exclude={"emulation", "faults"})
+    settings = {f"{section}.{field}": value for section, table in tree.items() for field, value in table.items()}
+    return settings | {f"{OPTIONS}.{key}": value for key, value in settings.pop(OPTIONS).items()}
