@@ -13,6 +13,7 @@ from capricorn.config.resolve import load_model
 from capricorn.config.scenario import ModelConfig
 from capricorn.emulation.pacer import Pacer
 from capricorn.hooks import NO_LAYER, HookChain, OpKey, TrainerHook
+from capricorn.topology import Topology
 
 PACE = Pace(attention_s=0.08, gate_s=0.09, expert_s_per_row=0.001, shared_s=0.005, dense_s=0.04, head_s=0.03)
 MODEL = load_model("mixtral-tiny")  # 8 experts
@@ -24,7 +25,7 @@ class Machine:
 
     def __init__(self, model: ModelConfig = MODEL, pace: Pace = PACE, rank: int = 0, world_size: int = 2) -> None:
         self.now_s = 100.0
-        self.pacer = Pacer(pace, model, rank, world_size, clock=lambda: self.now_s, sleep=self.work)
+        self.pacer = Pacer(pace, model, rank, Topology(world_size, 1), clock=lambda: self.now_s, sleep=self.work)
 
     def work(self, duration_s: float) -> None:
         assert duration_s >= 0
@@ -129,7 +130,7 @@ def test_time_in_other_hooks_is_not_swallowed_by_a_paced_op() -> None:
 
 def test_a_late_wake_up_is_told_as_an_error() -> None:
     times: Iterator[float] = iter([0.0, 0.01, 0.085])
-    pacer = Pacer(PACE, MODEL, 0, 2, clock=lambda: next(times), sleep=lambda _: None)
+    pacer = Pacer(PACE, MODEL, 0, Topology(2, 1), clock=lambda: next(times), sleep=lambda _: None)
     pacer.on_op_begin(ATTENTION)
     pacer.on_op_end(ATTENTION)
     errors_s, overruns_s = pacer.take()

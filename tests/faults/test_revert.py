@@ -269,18 +269,18 @@ def test_a_slow_link_is_good_again_after_its_time_or_with_a_new_node(undo: str, 
     inject(fault(text), FaultContext(paced, 1))
     out = paced.links_dir
     assert out is not None
-    assert took(out / "out1") == pytest.approx(20.0)
-    assert took(out / "out0") == pytest.approx(1.0)
+    assert took(out / "out1") == pytest.approx(20.0, rel=0.01)
+    assert took(out / "out0") == pytest.approx(1.0, rel=0.01)
     reverter = Reverter(paced, Loopback())
     reverter.on_event(event_of(text))
     if undo == "time":
-        assert any(reverter.tick() or took(out / "out1") == pytest.approx(1.0) for _ in polls(DEADLINE_S))
+        assert any(reverter.tick() or took(out / "out1") == pytest.approx(1.0, rel=0.1) for _ in polls(DEADLINE_S))
     else:
         reverter.tick()
         reverter.node_replaced(0)
-        assert took(out / "out1") == pytest.approx(20.0)
+        assert took(out / "out1") == pytest.approx(20.0, rel=0.01)
         reverter.node_replaced(1)
-        assert took(out / "out1") == pytest.approx(1.0)
+        assert took(out / "out1") == pytest.approx(1.0, rel=0.1)
 
 
 def test_nothing_leaves_a_cut_node_until_it_is_replaced(paced: Job) -> None:

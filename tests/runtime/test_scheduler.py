@@ -18,6 +18,7 @@ from capricorn.runtime.schedule.gate import Gate
 from capricorn.runtime.schedule.op_clock import Reached
 from capricorn.runtime.schedule.scheduler import Scheduler
 from capricorn.systems.interface import ChunkEvent
+from capricorn.topology import Topology
 
 FORWARD = tuple(OpKey(0, "forward", kind) for kind in ("attention", "gate", "dispatch", "expert", "combine"))
 BACKWARD = tuple(OpKey(0, "backward", op.kind) for op in reversed(FORWARD))
@@ -75,7 +76,7 @@ class StandIns:
             close=self._note("signals"),
         )
         self.scheduler = Scheduler(
-            self.planner, self.gate, self.clock, self.profiler, self.signals, list(ends), world_size
+            self.planner, self.gate, self.clock, self.profiler, self.signals, list(ends), Topology(world_size, 1)
         )
         self.scheduler.plan(0, LINK)
         self.scheduler.take()
@@ -244,7 +245,7 @@ class Deferred:
 
 def test_after_the_end_everything_passes_also_if_the_device_was_behind() -> None:
     job, gate, clock = StandIns(), Gate(is_reactive=True), Deferred()
-    scheduler = Scheduler(job.planner, gate, clock, job.profiler, job.signals, [0, 1], 2)
+    scheduler = Scheduler(job.planner, gate, clock, job.profiler, job.signals, [0, 1], Topology(2, 1))
     scheduler.on_iteration_begin(1)
     for op in OPS:
         scheduler.on_op_begin(op)
@@ -370,6 +371,15 @@ def test_a_profile_has_the_loads_of_its_own_iteration_by_rank() -> None:
     job.train(2, loads=[1, 1, 1])
     assert job.routed == [(0, (7, 5)), (0, (2, 1))]
     assert [profile.tokens for profile in job.observed] == [{0: (7, 5)}]
+
+
+def test_loads_of_several_expert_parallel_groups_are_those_of_all_ranks() -> None:
+    job = StandIns()
+    topology = Topology(4, 1, 2)
+    scheduler = Scheduler(job.planner, job.gate, job.clock, job.profiler, job.signals, [0, 1], topology)
+    scheduler.on_routed(0, [3, 4, 5, 10, 20, 30])  # three experts on two ranks, twice
+    scheduler.on_routed(1, [3, 4, 5])  # of one group alone
+    assert job.routed == [(0, (7, 5, 30, 30))]
 
 
 @pytest.mark.parametrize("counts", [[], [5], [5, 6]])

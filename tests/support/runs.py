@@ -98,20 +98,23 @@ class Run(Done):
     @property
     def resumed(self) -> list[int]:
         """The iteration whose state each restart began with; 0 is the initial one."""
-        events = self.events
-        last = max((event.attempt for event in events), default=0)
-        starts = {event.attempt: event.iteration for event in events if event.event == "resumed"}
-        return [starts.get(attempt, 0) for attempt in range(1, last + 1)]
+        starts = {event.attempt: event.iteration for event in self.events if event.event == "resumed"}
+        return [starts.get(attempt, 0) for attempt in self._restarts]
 
     @property
     def lost(self) -> list[int]:
         """Iterations that each restart had to do again, by what had been recorded until then."""
         samples = self.samples
         done = [
-            max((sample.iteration for sample in samples if sample.attempt <= attempt), default=0)
-            for attempt in range(len(self.resumed))
+            max((sample.iteration for sample in samples if sample.attempt < attempt), default=0)
+            for attempt in self._restarts
         ]
         return [max(0, before - resumed) for before, resumed in zip(done, self.resumed, strict=True)]
+
+    @property
+    def _restarts(self) -> list[int]:
+        """The attempts after the first in which a rank has started; one may be over before that."""
+        return sorted({event.attempt for event in self.events if event.event == "started" and event.attempt})
 
     @property
     def sources(self) -> list[list[str]]:

@@ -86,6 +86,7 @@ def _run_rank(
             world_size=num_ranks,
             timeout=timedelta(seconds=deadline_s),
         )
+        dist.barrier()  # one that ends at once would look like a failure to those that are still connecting
         torch.save(fn(rank, num_ranks, *args), folder / f"result{rank}")
         dist.destroy_process_group()
     except BaseException:
