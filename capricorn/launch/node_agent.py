@@ -58,6 +58,7 @@ from capricorn.launch.rank_context import ForkedContext
 from capricorn.launch.restart_policy import SilenceWatchdog
 from capricorn.process import KILL_TIMEOUT_S, AwakeClock, die_with_parent, tell_undead, thread_states
 from capricorn.records.job_file import Job
+from capricorn.runtime.persist.writer_process import WriterStarter
 from capricorn.units import Seconds
 
 HEARTBEAT_S: Final = 0.25
@@ -215,7 +216,6 @@ class NodeAgent:
     def _become(self, rank: int, attempt: int, link: socket.socket, agent: int) -> None:
         """Turns a forked process into a rank, and ends it with that; `agent` is the process that forked it."""
         from capricorn.launch.worker import run_forked
-        from capricorn.runtime.persist.writer_forker import WriterForker
 
         code = FAILED
         try:
@@ -227,7 +227,7 @@ class NodeAgent:
             for process in self._processes.values():
                 process.link.close()
                 os.close(process.pidfd)
-            start_writer = WriterForker().start if self._job.scenario.persist.every else None  # before any thread
+            start_writer = self._writer_starter()  # before there is any thread
             threading.Thread(target=self._beat, args=(rank,), name="capricorn-heartbeat", daemon=True).start()
             context = ForkedContext(self._job, rank, attempt, self._endpoint, start_writer)
             code = run_forked(self._job, context, link)
@@ -238,6 +238,14 @@ class NodeAgent:
             sys.stderr.flush()
             # Threads of a process group that lost a peer may never join; the state they served is in the store.
             os._exit(code)
+
+    def _writer_starter(self) -> WriterStarter | None:
+        """Returns what forks writers of the persistent tier; None if there is no tier, or no process more to be had."""
+        from capricorn.runtime.persist.writer_forker import WriterForker
+
+        with contextlib.suppress(OSError):  # each writer is then started afresh, and its failure told
+            return WriterForker().start if self._job.scenario.persist.every else None
+        return None
 
     def _beat(self, rank: int) -> None:
         """Gives the heartbeats of a rank, in a thread of its process, as long as it is not frozen."""

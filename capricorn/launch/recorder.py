@@ -42,7 +42,7 @@ class Recorder(TrainerHook):
     def __init__(self, job: Job, rank: int, attempt: int, system: CheckpointSystem, pacer: Pacer | None) -> None:
         self._job, self._dir, self._rank, self._attempt, self._system = job, job.run_dir, rank, attempt, system
         self._pacer = pacer
-        self._tokens = job.scenario.model.tokens_per_rank
+        self._tokens, self._num_experts = job.scenario.model.tokens_per_rank, job.scenario.model.num_experts
         self._every = job.scenario.system.every
         self._timeline_every = job.scenario.train.timeline_every
         self._before = Counters()
@@ -65,7 +65,8 @@ class Recorder(TrainerHook):
 
     def on_routed(self, layer: int, tokens_per_expert: Sequence[int]) -> None:
         if self._rank == 0:
-            loads = list(map(int, tokens_per_expert))
+            # Of all expert-parallel groups together, whose loads come one after the other.
+            loads = [int(sum(tokens_per_expert[expert :: self._num_experts])) for expert in range(self._num_experts)]
             self._loads.append(LoadSample(iteration=self._iteration, layer=layer, tokens_per_expert=loads))
 
     def event(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from capricorn.records.samples import LOADS, LoadSample, read_samples
 from tests.support.mounts import tmpfs
 from tests.support.processes import commands
 from tests.support.runs import Run, assert_ok, assert_same_losses, faults, run
@@ -223,3 +224,7 @@ def test_experts_with_replicas_go_on_alike_on_all_of_them(shape: tuple[str, ...]
     assert ended.num_triggered == 1
     assert min(ended.lost) <= 1
     assert_as_before(ended, undisturbed)
+    assert undisturbed.folder is not None
+    loads = [load.tokens_per_expert for load in read_samples(undisturbed.folder / LOADS, LoadSample)]
+    assert {len(each) for each in loads} == {8}, "loads are recorded of all groups together"
+    assert len({sum(each) for each in loads}) == 1
