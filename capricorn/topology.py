@@ -40,7 +40,7 @@ class Topology:
         return self.num_nodes * self.ranks_per_node
 
     @property
-    def num_replicas(self) -> int:
+    def num_expert_replicas(self) -> int:
         """Returns how many ranks hold the same experts."""
         return self.world_size // self.expert_parallel
 
@@ -48,7 +48,7 @@ class Topology:
         """Returns the ranks of each group that all experts are divided among."""
         return [range(first, first + self.expert_parallel) for first in range(0, self.world_size, self.expert_parallel)]
 
-    def replica_groups(self) -> list[range]:
+    def expert_replica_groups(self) -> list[range]:
         """Returns the ranks of each group that holds the same experts, by place in the expert-parallel group."""
         return [range(place, self.world_size, self.expert_parallel) for place in range(self.expert_parallel)]
 
@@ -59,7 +59,7 @@ class Topology:
             ConfigError: a group has more ranks than there are experts.
         """
         split = expert_split(num_experts, self.expert_parallel)
-        starts = range(0, self.num_replicas * num_experts, num_experts)
+        starts = range(0, self.num_expert_replicas * num_experts, num_experts)
         return [range(start + ids.start, start + ids.stop) for start in starts for ids in split]
 
     def node_of(self, rank: int) -> int:

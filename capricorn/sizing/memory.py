@@ -131,7 +131,7 @@ def held_expert_params(scenario: Scenario) -> int:
 def owned_expert_params(scenario: Scenario) -> int:
     """Returns those that belong to its state: replicas divide what they hold by whole matrices of a layer."""
     matrices = (3 if scenario.model.family == "mixtral" else 2) * num_moe_layers(scenario.model)
-    share = -(-matrices // scenario.topology.num_replicas)
+    share = -(-matrices // scenario.topology.num_expert_replicas)
     return -(-held_expert_params(scenario) * share // matrices) if matrices else 0
 
 

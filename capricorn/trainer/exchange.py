@@ -121,7 +121,11 @@ class Networks:
         self._topology, self._timeout = topology, timeout
         self._members = [
             next(ranks for ranks in groups if rank in ranks)
-            for groups in ([range(topology.world_size)], topology.expert_parallel_groups(), topology.replica_groups())
+            for groups in (
+                [range(topology.world_size)],
+                topology.expert_parallel_groups(),
+                topology.expert_replica_groups(),
+            )
         ]
         groups = self._make_groups()
         self.everyone, self.experts, self.replicas = (
@@ -144,7 +148,7 @@ class Networks:
         """Returns the groups by their ranks; every rank has to make all of them, in this order."""
         assert dist.group.WORLD is not None
         groups = {range(self._topology.world_size): dist.group.WORLD}
-        replicas = self._topology.replica_groups() if self._topology.num_replicas > 1 else []
+        replicas = self._topology.expert_replica_groups() if self._topology.num_expert_replicas > 1 else []
         for ranks in (*self._topology.expert_parallel_groups(), *replicas):
             if ranks not in groups:
                 groups[ranks] = dist.new_group(list(ranks), timeout=self._timeout)

@@ -21,19 +21,19 @@ def shapes(draw: st.DrawFn) -> tuple[Topology, int]:
 @given(shapes())
 def test_every_rank_is_in_one_group_of_each_kind_and_they_cross_in_one_rank(shape: tuple[Topology, int]) -> None:
     topology, _ = shape
-    sharing, replicas = topology.expert_parallel_groups(), topology.replica_groups()
+    sharing, replicas = topology.expert_parallel_groups(), topology.expert_replica_groups()
     for groups in (sharing, replicas):
         assert sorted(rank for group in groups for rank in group) == list(range(topology.world_size))
     assert all(len(set(one) & set(other)) == 1 for one in sharing for other in replicas)
-    assert len(replicas[0]) == topology.num_replicas
+    assert len(replicas[0]) == topology.num_expert_replicas
 
 
 @given(shapes())
 def test_each_group_holds_every_expert_once_and_replicas_hold_the_same(shape: tuple[Topology, int]) -> None:
     topology, num_experts = shape
     places = topology.experts_of(num_experts)
-    assert [place for mine in places for place in mine] == list(range(topology.num_replicas * num_experts))
-    for group in topology.replica_groups():
+    assert [place for mine in places for place in mine] == list(range(topology.num_expert_replicas * num_experts))
+    for group in topology.expert_replica_groups():
         assert len({tuple(place % num_experts for place in places[rank]) for rank in group}) == 1
 
 

@@ -34,7 +34,7 @@ def plan_table(scenario: Scenario, needs: Needs) -> RenderableType:
 def _needs_table(scenario: Scenario, needs: Needs) -> RenderableType:
     table, topology = pairs(), scenario.topology
     shared = f"the {scenario.model.num_experts} of a layer on {count_noun(topology.expert_parallel, 'rank')}"
-    copies = f", {topology.num_replicas} replicas of each" if topology.num_replicas > 1 else ""
+    copies = f", {topology.num_expert_replicas} replicas of each" if topology.num_expert_replicas > 1 else ""
     table.add_row("experts", shared + copies)
     table.add_row("state of a rank", format_bytes(needs.shard_bytes))
     table.add_row("training, a rank", format_bytes(needs.device_bytes))

@@ -197,7 +197,7 @@ class Scheduler(TrainerHook):
             self._begin_span(op)
 
     def on_routed(self, layer: int, tokens_per_expert: Sequence[int]) -> None:
-        num_experts, is_other = divmod(len(tokens_per_expert), self._topology.num_replicas)
+        num_experts, is_other = divmod(len(tokens_per_expert), self._topology.num_expert_replicas)
         if is_other or num_experts < self._topology.expert_parallel:
             return  # not spread over the ranks as ours are, so the loads say nothing of a rank
         split = self._topology.experts_of(num_experts)
