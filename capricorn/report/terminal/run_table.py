@@ -118,6 +118,8 @@ def _persists(s: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Returns what became of checkpoints for the persistent tier; nothing where none were, nor for older records."""
     words = {"persisted": "complete", "skipped_persists": "skipped while busy", "failed_persists": "failed"}
     told = [f"{s[key]} {word}" for key, word in words.items() if s.get(key)]
+    missing = (s.get("due_persists") or 0) - sum(s.get(key) or 0 for key in words)
+    told += [f"{missing} cut off"] if missing > 0 else []
     return [("persistent tier", ", ".join(told))] if told else []
 
 
