@@ -24,7 +24,7 @@ ITERATIONS = 50
 
 
 def main() -> None:
-    """Trains a small model on numbers, one independent replica a rank."""
+    """Trains a small model on numbers, another one on each rank."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(rank)
@@ -56,6 +56,8 @@ def main() -> None:
         optimizer.zero_grad()
         loss = model(torch.randn(64, 512)).square().mean()
         loss.backward()
+        mean = loss.detach() / dist.get_world_size()
+        dist.all_reduce(mean)  # as in any training of several ranks, something keeps them in step
         if rank == 1 and iteration == 30 and job.attempt == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         system.before_update(iteration)  # returns when the state may be overwritten
@@ -63,7 +65,7 @@ def main() -> None:
         system.after_update(iteration)  # the state now belongs to `iteration`
 
     system.drain(timeout_s=30.0)
-    print(f"rank {rank}: loss {loss.item():.6f}, newest complete checkpoint {system.latest_complete()}", flush=True)
+    print(f"rank {rank}: mean loss {mean.item():.6f}, newest complete checkpoint {system.latest_complete()}", flush=True)
     system.close()
     dist.barrier()
     if rank == 0:

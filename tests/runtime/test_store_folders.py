@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -88,6 +89,29 @@ def test_a_run_starts_while_others_look_and_clean(tmp_path: Path) -> None:
             assert (lock.folder / LOCK).exists()
             lock.release(keep=False)
     assert not any(tmp_path.iterdir())
+
+
+def test_a_run_that_takes_the_place_of_a_leftover_while_it_is_removed_keeps_its_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    RunLock(tmp_path, "mine").release(keep=True)
+    (leftover,) = find_stores(tmp_path)
+    locks: list[RunLock] = []
+    real = node_store._takes
+
+    def takes(fd: int, kind: int) -> bool:
+        if not locks:
+            shutil.rmtree(leftover.path)  # somebody else was faster
+            monkeypatch.setattr(node_store, "_takes", real)
+            locks.append(RunLock(tmp_path, "mine"))
+        return real(fd, kind)
+
+    monkeypatch.setattr(node_store, "_takes", takes)
+    remove_store(leftover)
+    assert [store.live for store in find_stores(tmp_path)] == [True]
+    assert (locks[0].folder / LOCK).exists()
+    locks[0].release(keep=False)
+    remove_store(leftover)  # it is gone
 
 
 def test_a_store_between_its_folder_and_its_lock_is_no_leftover(

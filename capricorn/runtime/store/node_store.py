@@ -386,7 +386,7 @@ def store_at(path: Path) -> StoreFolder | None:
 
 
 def remove_store(folder: StoreFolder) -> None:
-    """Removes a leftover.
+    """Removes a leftover; one that has vanished, or whose place another run has taken meanwhile, is left alone.
 
     Raises:
         StoreError: its run is alive.
@@ -401,7 +401,9 @@ def remove_store(folder: StoreFolder) -> None:
     try:
         if not _takes(fd, fcntl.LOCK_EX):
             raise StoreError(f"{path} belongs to a live run; stop it first")
-        shutil.rmtree(path)
+        with contextlib.suppress(FileNotFoundError):
+            if _is_file_of(fd, path / LOCK):  # else the lock that we have is of a folder that is gone
+                shutil.rmtree(path)
     finally:
         os.close(fd)
 
@@ -415,7 +417,8 @@ def _remove_unlocked(path: Path) -> None:
     except OSError:
         if (path / LOCK).exists():
             raise StoreError(f"{path} belongs to a run that has just started") from None
-        shutil.rmtree(path)
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(path)
 
 
 def _is_store(entry: os.DirEntry[str]) -> bool:
