@@ -65,7 +65,9 @@ def main() -> None:
         system.after_update(iteration)  # the state now belongs to `iteration`
 
     system.drain(timeout_s=30.0)
-    print(f"rank {rank}: mean loss {mean.item():.6f}, newest complete checkpoint {system.latest_complete()}", flush=True)
+    print(
+        f"rank {rank}: mean loss {mean.item():.6f}, newest complete checkpoint {system.latest_complete()}", flush=True
+    )
     system.close()
     dist.barrier()
     if rank == 0:

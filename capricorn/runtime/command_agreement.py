@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any, Final
 
 import torch
@@ -42,7 +43,8 @@ def check_agreement(group: dist.ProcessGroup, scenario: Scenario) -> None:
     if largest == -negated_smallest:
         return
     texts = gather_long_texts(group, json.dumps([scenario.launch.node_rank, mine]), "what the others are to run")
-    raise ConfigError(explain([json.loads(each) for each in texts]))
+    # torchrun gives out ranks as machines come, so rank 0 may be on any of them.
+    raise ConfigError(explain(sorted((json.loads(each) for each in texts), key=itemgetter(0))))
 
 
 def facts(scenario: Scenario) -> dict[str, Any]:
@@ -52,10 +54,10 @@ def facts(scenario: Scenario) -> dict[str, Any]:
     return settings | versions | {"--fault": [str(fault) for fault in scenario.faults]}
 
 
-def explain(by_rank: Sequence[tuple[int, Mapping[str, Any]]]) -> str:
-    """Returns what differs between the first rank and the first other one that differs; each with its machine."""
-    here, first = by_rank[0]
-    there, other = next(each for each in by_rank if each[1] != first)
+def explain(by_machine: Sequence[tuple[int, Mapping[str, Any]]]) -> str:
+    """Returns what differs between the first machine and the first other one that differs, of all ranks' facts."""
+    here, first = by_machine[0]
+    there, other = next(each for each in by_machine if each[1] != first)
     differing = [key for key in {**first, **other} if first.get(key) != other.get(key)]
     shown = [
         f"{key} is {_word(first, key)} on machine {here} and {_word(other, key)} on machine {there}"

@@ -172,7 +172,7 @@ def test_torchruns_rendezvous_store_ends_the_run_with_it(act: Callable[[LiveRun]
 
 @pytest.mark.slow
 def test_an_agent_of_torchrun_that_is_stopped_is_replaced(tmp_path: Path) -> None:
-    with LiveRun(tmp_path, "--iterations", "60", *TORCHRUN) as live:
+    with LiveRun(tmp_path, "--iterations", "600", *TORCHRUN) as live:
         wait_until_it_trains(live)
         psutil.Process(psutil.Process(pid_of(live, 1)).ppid()).suspend()
         ended = live.finish(deadline_s=200)
