@@ -20,14 +20,13 @@ from capricorn import __version__
 from capricorn.config.scenario import Scenario
 from capricorn.errors import ConfigError
 from capricorn.runtime.comm.collectives import gather_long_texts, maxima
+from capricorn.runtime.layout_agreement import shortened
 from capricorn.systems.settings import flat_settings
 
 OF_A_MACHINE: Final = frozenset({
     "launch.node_rank", "launch.rdzv_endpoint", "store.root", "store.keep", "data.path", "persist.dir",
 })  # fmt: skip
 """Settings that each machine may have of its own; of the data, the content is compared."""
-SHOWN: Final = 3
-"""Number of differing facts that a message names."""
 
 
 def check_agreement(group: dist.ProcessGroup, scenario: Scenario) -> None:
@@ -63,8 +62,7 @@ def explain(by_machine: Sequence[tuple[int, Mapping[str, Any]]]) -> str:
         f"{key} is {_word(first, key)} on machine {here} and {_word(other, key)} on machine {there}"
         for key in differing
     ]
-    more = f", and {len(shown) - SHOWN} more differ" if len(shown) > SHOWN else ""
-    return f"{'; '.join(shown[:SHOWN])}{more}; give the same command on all machines"
+    return f"{shortened(shown)}; give the same command on all machines"
 
 
 def _word(known: Mapping[str, Any], key: str) -> str:
