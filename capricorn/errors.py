@@ -7,9 +7,12 @@ from __future__ import annotations
 import contextlib
 import difflib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import ClassVar
+from typing import ClassVar, Final
+
+SHOWN: Final = 3
+"""Of a list of differences in a message, how many are told."""
 
 
 class CapricornError(Exception):
@@ -75,6 +78,12 @@ def note_once(text: str) -> None:
     """Says on stderr, once in a process, what is no error and yet to be known."""
     with contextlib.suppress(OSError):  # nobody can be told where stderr is closed or full
         print(f"note: {text}", file=sys.stderr)
+
+
+def shortened(found: Sequence[str]) -> str:
+    """Returns the first differences, and how many more there are."""
+    more = f", and {len(found) - SHOWN} more differ" if len(found) > SHOWN else ""
+    return "; ".join(found[:SHOWN]) + more
 
 
 def unknown_name(what: str, name: str, known: Iterable[str]) -> ConfigError:

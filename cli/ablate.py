@@ -19,11 +19,12 @@ from capricorn.errors import ConfigError
 from capricorn.records.samples import RUN, RunRecord, read_run
 
 from .options import Command, command, output_options, refuse_without_effect, scenario_options
-from .output import console, print_json
+from .output import console, print_json, teller
 from .policies import POLICY_OPTIONS, RHOS, Choice, configure, describe, refuse_chosen, refuse_unplanned
 from .run import make_folder
 
 if TYPE_CHECKING:
+    from capricorn.launch.launcher import Launch
     from capricorn.report.terminal.ablation_table import Ablation, Row
     from capricorn.simulate.training_model import TraceConfig
 
@@ -83,31 +84,36 @@ def ablate(
     require(scenario)
     require_folders(scenario, out)
     make_folder(out)
-    folders: dict[PlannerConfig | None, list[Path]] = {policy: [] for policy in (None, *policies)}
-    try:
-        _measure(scenario, out, repeats, folders, quiet=quiet or as_json, verbose=verbose)
-    finally:
-        # Also after Ctrl-C or a failure: what was measured is worth showing.
-        records = {
-            policy: [read_run(f) if (f / RUN).exists() else None for f in each] for policy, each in folders.items()
-        }
-        _show_live(records, as_json, quiet)
-    return 0 if all(record.verdict == "ok" for each in records.values() for record in each if record) else 1
+
+    from capricorn.machines.command import on_machines
+
+    def act(start: Launch) -> int:
+        folders: dict[PlannerConfig | None, list[Path]] = {policy: [] for policy in (None, *policies)}
+        try:
+            _measure(start, scenario, out, repeats, folders, quiet=quiet or as_json, verbose=verbose)
+        finally:
+            # Also after Ctrl-C or a failure: what was measured is worth showing.
+            records = {
+                policy: [read_run(f) if (f / RUN).exists() else None for f in each] for policy, each in folders.items()
+            }
+            _show_live(records, as_json, quiet)
+        return 0 if all(record.verdict == "ok" for each in records.values() for record in each if record) else 1
+
+    scenarios = [_under(scenario, policy) for policy in policies]
+    return on_machines("ablate", scenarios, act, teller(quiet=quiet or as_json), repeats=repeats)
 
 
 # --- trained -----------------------------------------------------------------------------------------------------
 
 
 def _measure(
-    scenario: Scenario, out: Path, repeats: int, folders: dict[PlannerConfig | None, list[Path]], *, quiet: bool,
-    verbose: bool,
+    start: Launch, scenario: Scenario, out: Path, repeats: int, folders: dict[PlannerConfig | None, list[Path]], *,
+    quiet: bool, verbose: bool,
 ) -> None:  # fmt: skip
     """Runs each policy `repeats` times, there and back, so that a machine that gets slower does so for all alike.
 
     The folders of each are by repeat.
     """
-    from capricorn.launch.launcher import launch
-
     from .display import watching
 
     there = list(folders)
@@ -116,7 +122,7 @@ def _measure(
             if not quiet:
                 console().print(describe(policy) if policy else "no checkpoints", style="bold")
             with watching(folders[policy], quiet=quiet, verbose=verbose) as listener:
-                launch(_under(scenario, policy), out, listener)
+                start(_under(scenario, policy), out, listener)
 
 
 def _under(scenario: Scenario, policy: PlannerConfig | None) -> Scenario:

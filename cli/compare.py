@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,11 +32,12 @@ from capricorn.sizing.memory import Needs, needs_of
 
 from .experiment import Experiment, experiment_of, refuse_given
 from .options import command, output_options, systems_option, unresolved_options
-from .output import PROGRAM, console, print_json
+from .output import PROGRAM, console, print_json, teller
 from .run import make_folder
 
 if TYPE_CHECKING:
     from capricorn.compare.comparison import Comparison
+    from capricorn.launch.launcher import Launch
 
 DEFAULT_SYSTEMS = "none,capricorn,gemini,torchsnapshot"
 DEFAULT_REPEATS = 3
@@ -111,8 +113,8 @@ def compare(
         raise ConfigError("--threshold is for finished runs: name them, as in compare BASE RUN --threshold 5%")
     if resume is not None:
         refuse_given(context, {"resume"} | OUTPUT, f"contradicts --resume: all settings are those of {resume}")
-        read_compare(resume, goes_on=True)  # before anything is written there
-        return _carry_out(resume.resolve(), as_json=as_json, quiet=quiet, verbose=verbose)
+        record = read_compare(resume, goes_on=True)  # before anything is written there
+        return _start(resume.resolve, record.comparisons, as_json=as_json, quiet=quiet, verbose=verbose)
     experiment = experiment_of(context, file)
     if dry_run:
         _show_plan(experiment, as_json)
@@ -120,7 +122,8 @@ def compare(
     _require(scenarios, experiment.out)
     if dry_run:
         return 0
-    return _carry_out(_new_folder(experiment), as_json=as_json, quiet=quiet, verbose=verbose)
+    make = partial(_new_folder, experiment)
+    return _start(make, experiment.comparisons, as_json=as_json, quiet=quiet, verbose=verbose)
 
 
 # --- runs to be made ---------------------------------------------------------------------------------------------
@@ -157,15 +160,31 @@ def _new_folder(experiment: Experiment) -> Path:
     return folder
 
 
-def _carry_out(folder: Path, *, as_json: bool, quiet: bool, verbose: bool) -> int:
+def _start(
+    make: Callable[[], Path], comparisons: Sequence[PlannedComparison], *, as_json: bool, quiet: bool, verbose: bool
+) -> int:
+    """Carries the comparisons out in the folder that `make` returns, on all machines that take part."""
+    from capricorn.machines.command import on_machines
+
+    def act(start: Launch) -> int:
+        return _carry_out(make(), start, as_json=as_json, quiet=quiet, verbose=verbose)
+
+    scenarios = [planned.scenario_of(variant.label) for planned in comparisons for variant in planned.variants]
+    repeats = [len(planned.runs) // len(planned.variants) for planned in comparisons]
+    return on_machines("compare", scenarios, act, teller(quiet=quiet or as_json), repeats=repeats)
+
+
+def _carry_out(folder: Path, start: Launch, *, as_json: bool, quiet: bool, verbose: bool) -> int:
     """Makes the runs that are missing in the folder, and shows what its comparisons then come to."""
     with alone_in(folder):
         record = read_compare(folder, goes_on=True)
         _require(_missing(folder, record), folder.parent)
-        return _make_missing(folder, record, as_json=as_json, quiet=quiet, verbose=verbose)
+        return _make_missing(folder, record, start, as_json=as_json, quiet=quiet, verbose=verbose)
 
 
-def _make_missing(folder: Path, record: CompareRecord, *, as_json: bool, quiet: bool, verbose: bool) -> int:
+def _make_missing(
+    folder: Path, record: CompareRecord, start: Launch, *, as_json: bool, quiet: bool, verbose: bool
+) -> int:
     from capricorn.compare.compare_runner import CompareRunner
     from capricorn.compare.finished_runs import compare_planned
 
@@ -177,7 +196,7 @@ def _make_missing(folder: Path, record: CompareRecord, *, as_json: bool, quiet: 
         if not is_quiet:
             console().print(line, style="bold red", soft_wrap=True)
 
-    runner = CompareRunner(folder, record, watching_each(quiet=is_quiet, verbose=verbose), say)
+    runner = CompareRunner(folder, record, watching_each(quiet=is_quiet, verbose=verbose), say, start)
     try:
         runner.run()
     finally:

@@ -7,7 +7,7 @@ import shlex
 from itertools import product
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
@@ -28,9 +28,12 @@ from capricorn.files import write_text
 from .campaign_plan import planned
 from .experiment import refuse_given
 from .options import command, listed, output_options, systems_option, unresolved_options
-from .output import PROGRAM, console, print_json
+from .output import PROGRAM, console, print_json, teller
 from .run import make_folder
 from .values import KIND_LIST, FiniteRange, WholeNumber
+
+if TYPE_CHECKING:
+    from capricorn.launch.launcher import Launch
 
 DEFAULTS = {"model": "mixtral-tiny", "iterations": 12, "warmup": 0}
 DEFAULT_SYSTEMS, DEFAULT_COUNT = "capricorn", 16
@@ -157,8 +160,17 @@ def faults(
         _check_number(record, number)
     if repro:
         return _print_repros(record, number, as_json)
-    folder = _new_folder(out, record) if resume is None else resume.resolve()
-    return _carry_out(folder, number, as_json=as_json, quiet=quiet, verbose=verbose)
+
+    from capricorn.machines.command import on_machines
+
+    def act(start: Launch) -> int:
+        folder = _new_folder(out, record) if resume is None else resume.resolve()
+        elsewhere = start if record.scenarios[AS_CONFIGURED].launch.nnodes else None
+        return _carry_out(folder, number, elsewhere, as_json=as_json, quiet=quiet, verbose=verbose)
+
+    scenarios = [record.undisturbed_scenario(AS_CONFIGURED, variant.label) for variant in record.variants]
+    cases = [f"{case.system} {case.fault}" for case in record.cases]
+    return on_machines("faults", scenarios, act, teller(quiet=quiet or as_json), cases=cases, case=number)
 
 
 def _check_number(record: CampaignRecord, number: int) -> None:
@@ -188,7 +200,9 @@ def _new_folder(out: Path, record: CampaignRecord) -> Path:
     return folder
 
 
-def _carry_out(folder: Path, number: int | None, *, as_json: bool, quiet: bool, verbose: bool) -> int:
+def _carry_out(
+    folder: Path, number: int | None, start: Launch | None, *, as_json: bool, quiet: bool, verbose: bool
+) -> int:
     """Makes the runs that are missing in the folder, and shows what the campaign then comes to."""
     from capricorn.campaign.small_file_systems import remove_leftovers
 
@@ -196,7 +210,7 @@ def _carry_out(folder: Path, number: int | None, *, as_json: bool, quiet: bool, 
     with alone_in(folder):
         record = read_campaign(folder)
         _require(record, folder.parent)
-        runner = _runner(folder, record, number, quiet=quiet or as_json, verbose=verbose)
+        runner = _runner(folder, record, number, start, quiet=quiet or as_json, verbose=verbose)
         try:
             runner.run()
         finally:
@@ -216,7 +230,9 @@ def _require(record: CampaignRecord, out: Path) -> None:
         require_folders(scenario, out)
 
 
-def _runner(folder: Path, record: CampaignRecord, number: int | None, *, quiet: bool, verbose: bool) -> Any:
+def _runner(
+    folder: Path, record: CampaignRecord, number: int | None, start: Launch | None, *, quiet: bool, verbose: bool
+) -> Any:
     from capricorn.campaign.campaign_runner import CampaignRunner
     from capricorn.campaign.economics_runner import EconomicsRunner
 
@@ -232,8 +248,8 @@ def _runner(folder: Path, record: CampaignRecord, number: int | None, *, quiet: 
     # A pipe gets a line for each case, and those of its iterations only if asked for.
     watch = watching_each(quiet=quiet or not (is_live or verbose), verbose=verbose)
     if record.economics is not None:
-        return EconomicsRunner(folder, record, watch, say)
-    return CampaignRunner(folder, record, watch, say, number)
+        return EconomicsRunner(folder, record, watch, say, start=start)
+    return CampaignRunner(folder, record, watch, say, number, start=start)
 
 
 def _show(folder: Path, record: CampaignRecord, *, as_json: bool, quiet: bool) -> None:

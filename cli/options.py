@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
@@ -13,11 +14,13 @@ from click.core import ParameterSource
 from capricorn.config.cluster import LOCAL, ClusterConfig
 from capricorn.config.fault_spec import FaultSpec
 from capricorn.config.fields import Option, validate
+from capricorn.config.launch_config import LaunchConfig
+from capricorn.config.launcher_environment import launch_options
 from capricorn.config.own_code import absolute
 from capricorn.config.resolve import assign, canonical_key, load_cluster, load_model, note_older, parse_ckpt
 from capricorn.config.scenario import ROUTER, Scenario, TrainConfig
 from capricorn.config.setting_list import Setting, options, sections
-from capricorn.errors import ConfigError
+from capricorn.errors import ConfigError, note_once
 from capricorn.sizing.scale import scale
 from capricorn.systems.effect import check_effect
 from capricorn.systems.registry import check_system
@@ -78,9 +81,9 @@ def _option(setting: Setting) -> Option:
 def _kind_of_value(setting: Setting, option: Option) -> click.ParamType[Any]:
     if setting.choices:
         return click.Choice(setting.choices)
-    if setting.info.annotation is int and option.written is None:
-        return WholeNumber(setting.least)
-    return KINDS_OF_VALUE.get(option.metavar, click.STRING)
+    if option.metavar in KINDS_OF_VALUE:
+        return KINDS_OF_VALUE[option.metavar]
+    return WholeNumber(setting.least) if setting.info.annotation is int and option.written is None else click.STRING
 
 
 SYSTEM_PARAMETER, SETTINGS = "system", "assignments"
@@ -195,15 +198,17 @@ def scenario_from(*, assignments: Sequence[str] = (), settles: bool = True, **gi
     if SYSTEM_PARAMETER in values:
         values[SYSTEM_PARAMETER] = absolute(values[SYSTEM_PARAMETER])
     asked = _by_section(values)
-    domains = _cluster(asked.pop("cluster", {}), asked["launch"].get("nnodes", 0))
+    launch = _launch(asked.pop("launch"))
+    domains = _cluster(asked.pop("cluster", {}), launch.nnodes)
     buffers = {"send_buffer_bytes": SEND_BUFFER_BYTES} if domains.is_emulated else {}
-    planner = {"max_chunk_bytes": CHUNK_BYTES} if domains.is_emulated else _planner(domains, asked["launch"])
+    planner = {"max_chunk_bytes": CHUNK_BYTES} if domains.is_emulated else _planner(domains, launch)
     copies = min(DEFAULT_REPLICAS, domains.nodes)
     length = min(DEFAULT_WARMUP, asked["train"].get("iterations", DEFAULT_ITERATIONS) - 1)
     parts = asked | {
         "model": model,
         "train": {"warmup": length} | asked["train"],
         "cluster": domains,
+        "launch": launch,
         "system": {"every": every, "replicas": copies} | buffers | asked["system"],
         "planner": planner | asked["planner"],
         "faults": tuple(map(FaultSpec.parse, faults)),
@@ -221,6 +226,14 @@ def _by_section(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         setting = _BY_PARAMETER[name]
         asked[setting.section][setting.field] = value
     return asked
+
+
+def _launch(asked: Mapping[str, Any]) -> LaunchConfig:
+    """Returns how ranks are started and where machines meet, also by what has started this command on each of them."""
+    options, line = launch_options(asked, os.environ)
+    if line:
+        note_once(line)
+    return validate(LaunchConfig, options, "options", lax=True)
 
 
 def _cluster(asked: Mapping[str, Any], nnodes: int) -> ClusterConfig:
@@ -244,7 +257,7 @@ def _cluster(asked: Mapping[str, Any], nnodes: int) -> ClusterConfig:
     return validate(ClusterConfig, chosen | fields | first, f"--cluster {name}")
 
 
-def _planner(cluster: ClusterConfig, launch: Mapping[str, Any]) -> dict[str, str]:
+def _planner(cluster: ClusterConfig, launch: LaunchConfig) -> dict[str, str]:
     """Returns the default of `planner.spans` where the CPU that computes also moves the bytes over its own loopback.
 
     They move best while it waits, in the all-to-alls: the opposite of what is idle where a network moves them.
@@ -252,7 +265,7 @@ def _planner(cluster: ClusterConfig, launch: Mapping[str, Any]) -> dict[str, str
     from capricorn.launch.preflight import num_cuda_devices
 
     is_cpu = cluster.device == "cpu" or (cluster.device == AUTO and not num_cuda_devices())
-    return {"spans": "none"} if is_cpu and not launch.get("nnodes") else {}
+    return {"spans": "none"} if is_cpu and not launch.nnodes else {}
 
 
 def _checked(scenario: Scenario) -> Scenario:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import rich_click as click
@@ -34,3 +35,13 @@ def console() -> Console:
 def print_json(value: Any) -> None:
     """Prints the value as the one JSON object of a command."""
     click.echo(as_json(value, indent=2))
+
+
+def teller(*, quiet: bool) -> Callable[[str], None]:
+    """Returns what prints a line on stdout; nothing where only a verdict is asked for."""
+
+    def say(line: str) -> None:
+        if not quiet:
+            console().print(line, soft_wrap=True, markup=False)
+
+    return say

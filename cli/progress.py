@@ -43,8 +43,7 @@ class Progress:
         self.latest: Snapshot | None = None
         self.not_finite_from: int | None = None
         """The first iteration whose loss was not finite, of all that were shown."""
-        topology = scenario.topology
-        self._num_ranks = topology.ranks_per_node if scenario.launch.nnodes else topology.world_size
+        self._num_ranks = scenario.topology.world_size
         self._attempt = 0
         self._pending: dict[int, dict[int, IterationSample]] = {}
         self._ends_s: deque[Seconds] = deque(maxlen=RECENT)

@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import rich_click as click
 
@@ -24,7 +25,10 @@ from .options import (
     scenario_options,
     system_option,
 )
-from .output import console, print_json
+from .output import console, print_json, teller
+
+if TYPE_CHECKING:
+    from capricorn.launch.launcher import Launch
 
 
 @command(
@@ -51,19 +55,26 @@ def run(scenario: Scenario, repeats: int, out: Path, as_json: bool, quiet: bool,
     if scenario.emulation is not None and not (quiet or as_json):
         _show_needs(scenario)
     make_folder(out)
-    folders: list[Path] = []
-    try:
-        _measure(scenario, out, repeats, folders, quiet=quiet or as_json, verbose=verbose)
-    finally:
-        # Also after Ctrl-C or a failure: what was measured is written by then, and is worth showing.
-        records = {folder: read_run(folder) for folder in folders if (folder / RUN).exists()}
-        _show(records, repeats, as_json, quiet)
-    return 0 if all(record.verdict == "ok" for record in records.values()) else 1
+
+    from capricorn.machines.command import on_machines
+
+    def act(start: Launch) -> int:
+        folders: list[Path] = []
+        try:
+            _measure(start, scenario, out, repeats, folders, quiet=quiet or as_json, verbose=verbose)
+        finally:
+            # Also after Ctrl-C or a failure: what was measured is written by then, and is worth showing.
+            records = {folder: read_run(folder) for folder in folders if (folder / RUN).exists()}
+            _show(records, repeats, as_json, quiet)
+        return 0 if all(record.verdict == "ok" for record in records.values()) else 1
+
+    return on_machines("run", [scenario], act, teller(quiet=quiet or as_json), repeats=repeats)
 
 
-def _measure(scenario: Scenario, out: Path, repeats: int, folders: list[Path], *, quiet: bool, verbose: bool) -> None:
+def _measure(
+    start: Launch, scenario: Scenario, out: Path, repeats: int, folders: list[Path], *, quiet: bool, verbose: bool
+) -> None:
     """Runs the scenario `repeats` times; the folder of each run is added to `folders` as it starts."""
-    from capricorn.launch.launcher import launch
     from capricorn.launch.tuning import needs_tuning, tune
 
     from .display import watching
@@ -72,13 +83,13 @@ def _measure(scenario: Scenario, out: Path, repeats: int, folders: list[Path], *
         if not quiet:
             console().print(f"mu of {scenario.system.name} first", style="bold")
         with watching([], quiet=quiet, verbose=verbose) as listener:
-            scenario, found_in = tune(scenario, out, listener)
+            scenario, found_in = tune(scenario, out, listener, start)
         if not quiet:
             factor = settings_of(scenario).mu
             console().print(f"mu {factor}, found in {found_in or 'no run: nothing depends on it'}")
     for _ in range(repeats):
         with watching(folders, quiet=quiet, verbose=verbose) as listener:
-            launch(scenario, out, listener)
+            start(scenario, out, listener)
 
 
 def make_folder(out: Path) -> None:

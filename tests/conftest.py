@@ -1,9 +1,10 @@
-"""Checks that hold for the whole session of tests."""
+"""Checks that hold for the whole session of tests, and what runs of several folders are compared with."""
 
 from __future__ import annotations
 
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,3 +66,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"must not be skipped: {nodeid}", red=True)
     for store in _stores_left():
         terminalreporter.write_line(f"the tests left a memory store behind: {store}", red=True)
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """An uninterrupted run of 20 iterations of mixtral-tiny on two nodes of one rank, whose store is kept."""
+    from tests.support.runs import run  # a session without them may know no module of ours
+
+    folder = tmp_path_factory.mktemp("reference")
+    (folder / "stores").mkdir()
+    return run(folder / "out", "--keep-store", "--set", f"store.root={folder / 'stores'}")

@@ -33,6 +33,7 @@ from capricorn.compare.compare_runner import Watch
 from capricorn.config.scenario import Scenario
 from capricorn.errors import CapricornError
 from capricorn.launch.interrupts import Interrupts
+from capricorn.launch.launcher import Launch
 from capricorn.systems.registry import find
 from capricorn.systems.settings import override
 from capricorn.units import Seconds
@@ -47,8 +48,15 @@ class CampaignRunner:
     """Carries out one record; folders of runs lie beside its own."""
 
     def __init__(
-        self, folder: Path, record: CampaignRecord, watch: Watch, say: Say, number: int | None = None
-    ) -> None:  # fmt: skip
+        self,
+        folder: Path,
+        record: CampaignRecord,
+        watch: Watch,
+        say: Say,
+        number: int | None = None,
+        *,
+        start: Launch | None = None,
+    ) -> None:
         """Makes ready to carry it out.
 
         Args:
@@ -57,9 +65,10 @@ class CampaignRunner:
             watch: makes the listener of each run.
             say: prints a line on each case.
             number: of the fault whose cases alone are run; all that are missing if there is none.
+            start: launches a run; by default on this machine.
         """
         self._folder, self.record, self._number = folder, record, number
-        self._place = Workplace(folder.parent, watch, say)
+        self._place = Workplace(folder.parent, watch, say, start)
         self._took_s: list[Seconds] = []
         self._small: Path | None = None
 

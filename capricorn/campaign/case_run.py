@@ -16,7 +16,7 @@ from capricorn.config.fault_kinds import kind_of
 from capricorn.config.scenario import Scenario
 from capricorn.errors import CapricornError
 from capricorn.launch.fork_client import ForkServer
-from capricorn.launch.launcher import RunListener, launch
+from capricorn.launch.launcher import Launch, RunListener, launch
 from capricorn.process import AwakeClock
 from capricorn.records.samples import (
     EVENTS,
@@ -37,8 +37,16 @@ Say: TypeAlias = Callable[[str, bool], None]
 class Workplace:
     """Makes the runs of a campaign and shows them; at the end closes what they shared."""
 
-    def __init__(self, out: Path, watch: Watch, say: Say) -> None:
-        self._out, self._watch, self._say = out, watch, say
+    def __init__(self, out: Path, watch: Watch, say: Say, start: Launch | None = None) -> None:
+        """Makes ready.
+
+        Args:
+            out: where the folders of runs are made.
+            watch: makes the listener of each run.
+            say: prints a line.
+            start: launches a run; by default on this machine, where runs share what forks their ranks.
+        """
+        self._out, self._watch, self._say, self._start = out, watch, say, start
         self._stack = ExitStack()
         self._fork_server: ForkServer | None = None
 
@@ -75,6 +83,8 @@ class Workplace:
             try:
                 if as_pid_1:
                     launch_as_pid_1(scenario, out or self._out, watched)
+                elif self._start is not None:
+                    self._start(scenario, out or self._out, watched)
                 else:
                     launch(scenario, out or self._out, watched, self._fork_server_for(scenario))
             except CapricornError as error:

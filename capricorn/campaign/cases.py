@@ -137,8 +137,10 @@ def _case(asked: Asked, number: int, fault: FaultSpec, variant: Variant) -> Case
 
 def _place(asked: Asked, number: int, fault: FaultSpec, variant: Variant) -> str:
     """Returns where the case runs; a cluster that was asked for has links and a pace of its own."""
-    facts = kind_of(fault.kind)
-    if not asked.scenarios[AS_CONFIGURED].cluster.is_emulated:
+    facts, configured = kind_of(fault.kind), asked.scenarios[AS_CONFIGURED]
+    if configured.launch.nnodes:
+        return AS_CONFIGURED
+    if not configured.cluster.is_emulated:
         if "links" in facts.needs:
             return LINKS
         if facts.takes_time and find(variant.system).replicates:
@@ -152,7 +154,9 @@ def _persist_every(asked: Asked, number: int, fault: FaultSpec, variant: Variant
     configured = asked.scenarios[AS_CONFIGURED].persist.every
     if configured or not find(variant.system).replicates:
         return configured
-    drawn = not asked.faults and draws_persistent_tier(asked.seed, number)
+    launch = asked.scenarios[AS_CONFIGURED].launch
+    has_folder = bool(launch.shared_dir) or not launch.nnodes
+    drawn = has_folder and not asked.faults and draws_persistent_tier(asked.seed, number)
     return PERSIST_EVERY if drawn or fault.hits_persistent_tier else 0
 
 

@@ -16,6 +16,7 @@ from capricorn.compare.compare_runner import Watch
 from capricorn.config.scenario import Scenario
 from capricorn.errors import CapricornError, ConfigError
 from capricorn.launch.interrupts import Interrupts
+from capricorn.launch.launcher import Launch
 from capricorn.systems.registry import find
 from capricorn.systems.settings import override
 from capricorn.units import Seconds, format_seconds
@@ -31,7 +32,9 @@ PATIENCE_S, PATIENCE, PATIENCE_A_FAILURE_S = 60.0, 10.0, 30.0
 class EconomicsRunner:
     """Carries out one record; the runs lie beside its folder."""
 
-    def __init__(self, folder: Path, record: CampaignRecord, watch: Watch, say: Say) -> None:
+    def __init__(
+        self, folder: Path, record: CampaignRecord, watch: Watch, say: Say, *, start: Launch | None = None
+    ) -> None:
         """Starts nothing yet; `run` does.
 
         Args:
@@ -39,9 +42,10 @@ class EconomicsRunner:
             record: what is to be done, and how far it has come.
             watch: makes what listens to a run.
             say: shows a line to people.
+            start: launches a run; by default on this machine.
         """
         self._folder, self.record = folder, record
-        self._place = Workplace(folder.parent, watch, say)
+        self._place = Workplace(folder.parent, watch, say, start)
         self._scenario = record.scenarios[AS_CONFIGURED]
 
     def run(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-from capricorn.config.fault_kinds import DISK, kind_of
+from capricorn.config.fault_kinds import DISK, FaultKind, kind_of
 from capricorn.config.fault_spec import FaultSpec
 from capricorn.config.scenario import Scenario, ops_of
 from capricorn.errors import ConfigError
@@ -43,7 +43,7 @@ def draw(kinds: Sequence[str], scenario: Scenario, seed: int, number: int) -> Fa
     if facts.target:
         fields[facts.target] = _draw_target(facts.target, scenario, rng)
     if facts.places:
-        fields["where"] = rng.choice(tuple(facts.places))
+        fields["where"] = rng.choice(_places(facts, scenario))
     if facts.seconds is not None:
         fields["seconds"] = rng.choice(facts.lasts or (facts.seconds,))
     if facts.takes_call:
@@ -51,6 +51,12 @@ def draw(kinds: Sequence[str], scenario: Scenario, seed: int, number: int) -> Fa
     is_late = facts.hits_persistent_tier or fields.get("where") == DISK
     fields["iteration"] = rng.randint(max(FIRST, LATE * last // 10) if is_late else FIRST, last)
     return FaultSpec.make(fields, "a drawn fault")
+
+
+def _places(facts: FaultKind, scenario: Scenario) -> list[str]:
+    """Returns the places of a kind that a run of that scenario has; all if it has none."""
+    is_here = ["one machine" not in needs or not scenario.launch.nnodes for needs in facts.places.values()]
+    return [place for place, here in zip(facts.places, is_here, strict=True) if here] or list(facts.places)
 
 
 def draws_persistent_tier(seed: int, number: int) -> bool:

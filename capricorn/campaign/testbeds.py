@@ -58,6 +58,8 @@ def make_testbeds(
         ConfigError: the scenario cannot have one of the shapes.
     """
     scenarios: dict[TestbedName, Scenario] = {AS_CONFIGURED: scenario}
+    if scenario.launch.nnodes:
+        return scenarios, {}
     refused: dict[str, str] = {}
     has_pid_1 = is_drawn and can_be_pid_1()
     for shape in shapes or ("",):

@@ -23,7 +23,7 @@ from capricorn.compare.compare_record import (
 )
 from capricorn.config.scenario import Scenario
 from capricorn.errors import CapricornError
-from capricorn.launch.launcher import RunListener
+from capricorn.launch.launcher import Launch, RunListener, launch
 from capricorn.records.samples import EventSample, IterationSample
 from capricorn.systems.settings import flat_settings
 from capricorn.units import Seconds
@@ -46,9 +46,19 @@ class _Turn(NamedTuple):
 class CompareRunner:
     """Carries out the comparisons of one record; the runs lie beside its folder."""
 
-    def __init__(self, folder: Path, record: CompareRecord, watch: Watch, say: Callable[[str], None]) -> None:
-        """Makes ready; `say` gets a line for each run that failed."""
-        self._folder, self._record, self._watch, self._say = folder, record, watch, say
+    def __init__(
+        self, folder: Path, record: CompareRecord, watch: Watch, say: Callable[[str], None], start: Launch = launch
+    ) -> None:
+        """Makes ready.
+
+        Args:
+            folder: of the comparisons.
+            record: what is to be done.
+            watch: shows a run.
+            say: gets a line for each run that failed.
+            start: launches a run; by default on this machine.
+        """
+        self._folder, self._record, self._watch, self._say, self._start = folder, record, watch, say, start
         planned = record.comparisons
         self._left = [_Turn(at, run) for at, each in enumerate(planned) for run in missing_runs(folder, each)]
         self._num_turns = sum(len(each.runs) for each in planned)
@@ -97,21 +107,19 @@ class CompareRunner:
             return
         heading = f"tuning {run.variant} for {self._heading(turn)}"
         with self._watch(lambda: heading) as listener:
-            tuned, run_id = tune(scenario, self._folder.parent, listener)
+            tuned, run_id = tune(scenario, self._folder.parent, listener, self._start)
         before, after = flat_settings(scenario), flat_settings(tuned)
         assignments = tuple(f"{key}={after[key]}" for key in differing(after, before))
         self._write(at, self._planned(at).with_tuned(run.variant, Tuned(assignments=assignments, run_id=run_id)))
 
     def _make(self, turn: _Turn) -> None:
-        from capricorn.launch.launcher import launch
-
         at, run = turn
 
         def started(run_dir: Path) -> None:
             self._note(turn, run_id=run_dir.name, failure="", finished=False)
 
         with self._watch(partial(self._heading, turn)) as listener:
-            launch(self._planned(at).scenario_of(run.variant), self._folder.parent, _Noting(listener, started))
+            self._start(self._planned(at).scenario_of(run.variant), self._folder.parent, _Noting(listener, started))
         self._note(turn, finished=True)
 
     def _note(self, turn: _Turn, **facts: str | bool) -> None:

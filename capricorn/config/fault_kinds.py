@@ -90,11 +90,12 @@ class FaultKind:
 
 _COPY: Final[tuple[Need, ...]] = ("memory copies",)
 _REPLICA: Final[tuple[Need, ...]] = ("memory copies", "replicas")
+_ELSEWHERE: Final[tuple[Need, ...]] = (*_REPLICA, "one machine")
 _FILES: Final[tuple[Need, ...]] = ("persistent tier", "one machine")
 
 KINDS: Final[Mapping[str, FaultKind]] = MappingProxyType({
     "kill": FaultKind("a worker is killed", "rank"),
-    "kill-all": FaultKind("all workers are killed, the memory of the nodes stays"),
+    "kill-all": FaultKind("all workers are killed, the memory of the nodes stays", needs=("one machine",)),
     "node-loss": FaultKind("a node's processes are killed and its memory is lost", "node", loses="copy"),
     "group-loss": FaultKind(
         "all nodes that keep each other's replicas are lost at once", "node", needs=("one machine",), loses="group",
@@ -111,40 +112,47 @@ KINDS: Final[Mapping[str, FaultKind]] = MappingProxyType({
         "a bit is flipped where it is needed next: in a worker's local copy or in its replica, then it is killed; in "
         "its second-newest local copy, whose newer one is lost; on the wire to a peer; on disk, then all memory is "
         "lost", "rank",
-        places={"slot": _COPY, "replica": _REPLICA, PREVIOUS: _REPLICA, "wire": _REPLICA, DISK: _FILES}, loses="copy",
+        places={"slot": _COPY, "replica": _ELSEWHERE, PREVIOUS: _ELSEWHERE, "wire": _REPLICA, DISK: _FILES},
+        loses="copy",
     ),
     "truncate": FaultKind(
         "a file is cut short where it is needed next: a worker's local copy or its replica, then it is killed; its "
         "second-newest local copy, whose newer one is lost; one on disk, then all memory is lost", "rank",
-        places={"slot": _COPY, "replica": _REPLICA, PREVIOUS: _REPLICA, DISK: _FILES}, loses="copy",
+        places={"slot": _COPY, "replica": _ELSEWHERE, PREVIOUS: _ELSEWHERE, DISK: _FILES}, loses="copy",
     ),
     "torn-commit": FaultKind(
         "a worker is killed before that call which changes its store", "rank", needs=("stored state",), takes_call=True
     ),
     "tmpfs-full": FaultKind(
-        "the memory store's file system is filled up, then a worker is killed", "rank", needs=("memory files",),
+        "the memory store's file system is filled up, then a worker is killed", "rank",
+        needs=("memory files", "one machine"),
         fills="store", outlives_run=True,
     ),
     "disk-full": FaultKind(
-        "the file system of the persistent tier is filled up", needs=("persistent tier",), seconds=0.0,
+        "the file system of the persistent tier is filled up", needs=("persistent tier", "one machine"), seconds=0.0,
         lasts=(0.0, 1.0), fills="disk", hits_persistent_tier=True, outlives_run=True,
     ),
     "disk-slow": FaultKind(
-        "the persistent tier takes a hundredth", needs=("persistent tier", "storage clocks"), seconds=2.0,
+        "the persistent tier takes a hundredth", needs=("persistent tier", "storage clocks", "one machine"),
+        seconds=2.0,
         lasts=(1.0, 2.0), hits_persistent_tier=True,
     ),
-    "port-taken": FaultKind("a worker is killed and a port squatter listens on its ports", "rank", outlives_run=True),
+    "port-taken": FaultKind(
+        "a worker is killed and a port squatter listens on its ports", "rank", needs=("one machine",),
+        outlives_run=True,
+    ),
     "clock-jump": FaultKind(
         "a worker's wall clock jumps ahead or back by these seconds", "rank", places={"ahead": (), BACK: ()},
         seconds=3600.0, lasts=(60.0, 3600.0, 1e8),
     ),
     "oom": FaultKind(
-        "a worker runs into the limit of a memory cgroup and is killed by the kernel", "rank", needs=("memory cgroup",),
+        "a worker runs into the limit of a memory cgroup and is killed by the kernel", "rank",
+        needs=("memory cgroup", "one machine"),
         outlives_run=True,
     ),
     "swap": FaultKind(
         "a worker runs into the limit of a memory cgroup, and the kernel swaps", "rank",
-        needs=("memory cgroup", "swap"), outlives_run=True,
+        needs=("memory cgroup", "swap", "one machine"), outlives_run=True,
     ),
     "pause": FaultKind(
         "all processes of the run stand still, as in a machine that is suspended, and go on together",
@@ -152,16 +160,18 @@ KINDS: Final[Mapping[str, FaultKind]] = MappingProxyType({
     ),
     "fork-server": FaultKind(
         "the process that forks the nodes is killed, or stopped for these seconds, and a node is lost", "node",
-        places={"killed": (), "stopped": ()}, needs=("fork server",), seconds=0.0, lasts=(0.0, 1.0), loses="copy",
+        places={"killed": (), "stopped": ()}, needs=("fork server", "one machine"),
+        seconds=0.0, lasts=(0.0, 1.0), loses="copy",
         ends_fork_server=True, outlives_run=True,
     ),
     "records-full": FaultKind(
-        "the file system of the run's records is filled up", seconds=1.0, lasts=(0.2, 1.0), fills="records",
+        "the file system of the run's records is filled up", needs=("one machine",), seconds=1.0, lasts=(0.2, 1.0),
+        fills="records",
         outlives_run=True,
     ),
     "neighbour": FaultKind(
         "other runs' stores come and go beside this one's, or a second job trains, and a worker is killed", "rank",
-        places={"stores": (), "job": ()}, outlives_run=True,
+        places={"stores": (), "job": ()}, needs=("one machine",), outlives_run=True,
     ),
 })  # fmt: skip
 """The built-in kinds by name."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from capricorn.config.cluster import ClusterConfig, IterationTimes, Pace
-from capricorn.config.endpoint import parse_endpoint
 from capricorn.config.fault_kinds import KINDS, NO_LINKS
 from capricorn.config.fault_spec import FaultSpec
-from capricorn.config.fields import MAX_TIMEOUT_S, ByteCount, Option, PathPart, SettingsModel, Timeout, check
+from capricorn.config.fields import ByteCount, Option, PathPart, SettingsModel, Timeout, check
+from capricorn.config.launch_config import LaunchConfig
 from capricorn.config.planner import PlannerConfig
 from capricorn.hooks import DIRECTIONS, MOMENTS, NO_LAYER, OpKey, matches_op
 from capricorn.topology import Topology, default_expert_parallel
@@ -23,8 +23,6 @@ from capricorn.units import KIB, BytesPerSecond
 ROUTER = "router"
 MOVED_SECTIONS = ("gemini", "storage", "torchsnapshot", "dcp")
 """Sections of version 0.1 that held settings of some systems."""
-MIN_FROZEN_S = 0.5
-"""Twice the time between two heartbeats."""
 
 
 class ModelConfig(SettingsModel):
@@ -239,49 +237,6 @@ class StoreConfig(SettingsModel):
     keep: Annotated[bool, Option("--keep-store", "Checkpoints")] = Field(
         default=False, description="Leave the memory store in place after the run"
     )
-
-
-def _current_restart(value: Any) -> Any:
-    """Returns `fork-server` for the name that it had in earlier records."""
-    return "fork-server" if value == "warm" else value
-
-
-class LaunchConfig(SettingsModel):
-    """What is passed through to torchrun; `nnodes` > 0 means real machines, this one being `node_rank`."""
-
-    nnodes: Annotated[int, Option("--nnodes", "Machines", "N")] = Field(
-        default=0, ge=0, description="Train on this many real machines, each with this command; 0 emulates all here"
-    )
-    node_rank: Annotated[int, Option("--node-rank", "Machines", "K")] = Field(
-        default=0, ge=0, description="Take this machine for number K of them, from 0"
-    )
-    rdzv_endpoint: Annotated[str, Option("--rdzv-endpoint", "Machines", "HOST:PORT")] = Field(
-        default="", description="Meet the other machines at this address, which is on machine 0"
-    )
-    max_restarts: int = Field(default=3, ge=0, description="Restarts beyond those that the injected faults need")
-    restart: Annotated[Literal["fork-server", "torchrun"], BeforeValidator(_current_restart)] = Field(
-        default="fork-server",
-        description="Who starts the ranks, and again: a process that has torch imported and forks them, or torchrun",
-    )
-    frozen_s: float = Field(
-        default=2.5,
-        ge=MIN_FROZEN_S,
-        le=MAX_TIMEOUT_S,
-        description="Seconds of silence after which a process counts as hung",
-    )
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.nnodes:
-            check(bool(self.rdzv_endpoint), "--nnodes needs --rdzv-endpoint HOST:PORT")
-            parse_endpoint(self.rdzv_endpoint, "--rdzv-endpoint")
-            check(self.node_rank < self.nnodes, f"--node-rank {self.node_rank} is not below --nnodes {self.nnodes}")
-        return self
-
-    @property
-    def by_torchrun(self) -> bool:
-        """Whether torchrun starts the ranks, as always on real machines."""
-        return self.restart == "torchrun" or self.nnodes > 0
 
 
 class Scenario(SettingsModel):

@@ -14,10 +14,10 @@ from capricorn.config.scenario import Scenario
 from capricorn.systems.registry import SystemEntry, find
 from capricorn.systems.settings import file_settings_of
 
-SEVERAL_MACHINES: Final = "it hits nodes of several machines at once; leave out --nnodes"
+SEVERAL_MACHINES: Final = "it needs all nodes, or what takes it back, on one machine; leave out --nnodes"
 ENDLESS: Final = "over paced links nobody finds the node that is cut off; use seconds=S or cluster.links=namespaces"
 FOR_GOOD: Final = "nobody would be there to end it; use seconds=S"
-BY_TORCHRUN: Final = "torchrun starts the ranks here; leave out launch.restart and --nnodes"
+BY_TORCHRUN: Final = "torchrun starts the ranks here; leave out launch.restart"
 
 
 def why_not(fault: FaultSpec, scenario: Scenario) -> str:

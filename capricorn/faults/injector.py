@@ -87,8 +87,10 @@ class FaultInjector(TrainerHook):
         if not self._claim(index):
             return  # it was injected in an earlier attempt
         # Nodes that are lost at the same moment are lost together: whoever comes first takes the others along.
+        # On machines of their own each loses itself.
+        is_alone = self._job.scenario.launch.nnodes > 0
         others = [each for number, each in enumerate(self._job.scenario.faults) if _is_lost_with(each, fault)
-                  and number != index and self._claim(number)]  # fmt: skip
+                  and number != index and not is_alone and self._claim(number)]  # fmt: skip
         prepare(fault, self._context)
         ahead = [*others, fault]
         for each in ahead:

@@ -14,7 +14,7 @@ Decides, by what the node agents report, when an attempt is over and which nodes
 | the rendezvous store has ended or is stopped          | no               | no; another takes its place |
 
 A node that is given up is killed, its store is made anew, and another agent is forked. Then all nodes are told to start
-the next attempt, as often as the restart budget allows.
+the next attempt, as often as the restart budget allows. A node on another machine may be vacant until one comes.
 
 For how long nothing has come is counted while the launcher itself was awake to hear it, and a node that still starts or
 that the machine does not let run has longer; see `restart_policy`. Knows no torch.
@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
 from capricorn.emulation.testbed import NetworkBackend
+from capricorn.errors import CapricornError
 from capricorn.launch.fork_client import STOP_TIMEOUT_S, ForkedProcess, Forker
 from capricorn.launch.launch_messages import (
     NodeAlive,
@@ -43,7 +44,7 @@ from capricorn.launch.launch_messages import (
     receive,
     to_bytes,
 )
-from capricorn.launch.nodes import UNREACHABLE
+from capricorn.launch.nodes import UNREACHABLE, VacantError
 from capricorn.launch.restart_policy import MAX_GAP_S, RENDEZVOUS, ProgressWatchdog, RestartBudget, SilenceWatchdog
 from capricorn.process import AwakeClock, is_stopped
 from capricorn.records.job_file import Job
@@ -53,6 +54,8 @@ from capricorn.units import Seconds
 
 GATHER_S: Final = 0.03
 """After a node was lost, how long to look whether others are, too."""
+VACANT_TIMEOUT_S: Final[Seconds] = 300.0
+"""How long a node may be without a machine before the run ends."""
 
 
 class Waiting(Protocol):
@@ -110,6 +113,8 @@ class ForkedNodes:
         self._nodes: dict[int, _Node] = {}
         self._rendezvous: ForkedProcess | None = None
         self._attempt = -1
+        self._vacant_s: Seconds | None = None
+        """Since when some node has no machine."""
         self._done: set[int] = set()
         """The ranks that have trained to the end."""
 
@@ -118,11 +123,13 @@ class ForkedNodes:
         host, port = self._network.listener.getsockname()
         self._endpoint = (str(host), int(port))
         self._start_rendezvous()
-        for node in range(self._topology.num_nodes):
-            self._start_node(node)
-        self._start_attempt()
+        self._fill()
 
     def wait(self, timeout_s: Seconds) -> None:
+        if self._vacant_s is not None:
+            self._listen(timeout_s)
+            self._fill()
+            return
         num_nodes = len(self._nodes)
         failed = self._listen(timeout_s) + self._end_silent()
         if len(self._nodes) < num_nodes:
@@ -163,8 +170,12 @@ class ForkedNodes:
         )
         self._silence.heard(RENDEZVOUS, self._awake())
 
-    def _start_node(self, node: int) -> None:
+    def _make_store(self, node: int) -> None:
+        """Makes an empty store for a node."""
         NodeStore.create(self._job.node_dir(node), self._job.run_id, node, self._topology)
+
+    def _start_node(self, node: int) -> None:
+        self._make_store(node)
         role = RunNodeAgent(
             job_file=self._job_file,
             node=node,
@@ -196,10 +207,39 @@ class ForkedNodes:
             GaveUpError: this one, by which that node failed, was the last; it names the node.
         """
         self._budget.spend(node)
-        for lost in sorted(set(range(self._topology.num_nodes)) - self._nodes.keys()):
+        for lost in self._missing():
             self._on_replace(lost)
-            self._start_node(lost)
-        self._start_attempt()
+        self._fill()
+
+    def _fill(self) -> None:
+        """Starts the nodes that are missing, and the next attempt once all are there.
+
+        Raises:
+            CapricornError: a node has had no machine for too long.
+        """
+        vacant = [node for node in self._missing() if not self._starts(node)]
+        if not vacant:
+            self._vacant_s = None
+            self._start_attempt()
+            return
+        now_s = self._awake()
+        self._vacant_s = now_s if self._vacant_s is None else self._vacant_s
+        if now_s - self._vacant_s > VACANT_TIMEOUT_S:
+            raise CapricornError(
+                f"no machine has taken the place of node {vacant[0]} within {VACANT_TIMEOUT_S:g} s; start one with "
+                "the same command and --node-rank, or allow spares by --nnodes MIN:MAX"
+            )
+
+    def _missing(self) -> list[int]:
+        return sorted(set(range(self._topology.num_nodes)) - self._nodes.keys())
+
+    def _starts(self, node: int) -> bool:
+        """Starts a node, anew if there was one; returns whether there is a machine for it."""
+        try:
+            self._start_node(node)
+        except VacantError:
+            return False
+        return True
 
     def _gather(self) -> list[int]:
         """Returns nodes that fail together with one that was lost, so that they are replaced together."""

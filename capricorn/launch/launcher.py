@@ -1,4 +1,4 @@
-"""Runs a scenario on this machine from start to record.
+"""Runs a scenario from start to record, on this machine or conducted from it.
 
 The life of a run, whose steps are undone in reverse whatever happens:
 
@@ -29,6 +29,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, TypeAlias
 
+from capricorn.config.cluster import ClusterConfig
 from capricorn.config.fault_kinds import kind_of
 from capricorn.config.scenario import Scenario
 from capricorn.emulation.measure import measure_links
@@ -63,7 +64,6 @@ from capricorn.records.samples import (
     write_run,
 )
 from capricorn.records.strict_json import as_json
-from capricorn.runtime.comm.addresses import check_endpoint
 from capricorn.runtime.store.node_store import RunLock, store_at
 from capricorn.stats.run_summary import STORE, summarize
 from capricorn.systems.registry import short_name
@@ -73,6 +73,8 @@ from capricorn.trainer.data import prepare
 TICK_S: Final = 0.1
 STORAGE_BYTES_PER_S: Final = 1e9
 """The rate of each node, where storage is modelled only so that it can become slow."""
+STORE_ELSEWHERE: Final = "store-elsewhere"
+"""The file that holds how many bytes of the memory store other machines had."""
 CHECKPOINTS: Final = "checkpoints"
 """The folder in a run folder for what systems write that write files."""
 
@@ -81,6 +83,10 @@ COMES_ON: Final = ("started", "ready", "resumed", "finished")
 
 MakeNodes: TypeAlias = Callable[[Job, NetworkBackend, Path, Callable[[int], None]], Nodes]
 """Makes the nodes of a job, given their network, the folder of their logs, and whom to tell of a replacement."""
+Launch: TypeAlias = Callable[[Scenario, Path, "RunListener"], Path]
+"""Runs a scenario with its folder below that one, as `launch` does, and on several machines too."""
+MakeNetwork: TypeAlias = Callable[[ClusterConfig], tuple[NetworkBackend, str]]
+"""Makes where the nodes of a cluster live, and says how their links are made."""
 
 
 class RunListener:
@@ -106,6 +112,7 @@ def launch(
     fork_server: Forker | None = None,
     *,
     make_nodes: MakeNodes | None = None,
+    make_network: MakeNetwork = create_network,
 ) -> Path:
     """Runs the scenario and returns its folder below `out`, with `run.json` in it whatever happened.
 
@@ -115,6 +122,7 @@ def launch(
         listener: hears what happens.
         fork_server: one that serves several runs; by default the run has one of its own.
         make_nodes: makes the nodes; by default as `launch.restart` says.
+        make_network: makes where they live; by default on this machine.
 
     Raises:
         CapricornError: the run failed, with what the failed rank said, or with what the system refused.
@@ -122,7 +130,6 @@ def launch(
     """
     started = datetime.now(UTC)
     check_faults(scenario, out)
-    check_endpoint(scenario.launch)
     try:
         with contextlib.ExitStack() as stack:
             if make_nodes is None and scenario.launch.by_torchrun:
@@ -130,19 +137,24 @@ def launch(
             elif make_nodes is None:
                 # One of our own imports while we make ready.
                 make_nodes = partial(ForkedNodes, forker=fork_server or stack.enter_context(ForkServer()))
-            return _launch(scenario, out, listener, make_nodes, started)
+            return _launch(scenario, out, listener, make_nodes, make_network, started)
     except OSError as error:  # by now all is ended and removed
         raise CapricornError(f"the run failed: {path_and_cause(error)}") from error
 
 
-def _launch(scenario: Scenario, out: Path, listener: RunListener, make_nodes: MakeNodes, started: datetime) -> Path:
+def _launch(
+    scenario: Scenario, out: Path, listener: RunListener, make_nodes: MakeNodes, make_network: MakeNetwork,
+    started: datetime,
+) -> Path:  # fmt: skip
     check_tier(scenario)
     tokens = prepare(scenario.data, scenario.model.vocab_size, seq_len=scenario.model.seq_len)
     run_id = _new_run_id(scenario, started)
     with Interrupts() as interrupts:
         with contextlib.ExitStack() as stack:
-            network, scenario = _create_network(scenario)
+            network, links = make_network(scenario.cluster)
             stack.callback(network.close)
+            cluster = scenario.cluster.model_copy(update={"links": links})
+            scenario = scenario.model_copy(update={"cluster": cluster})
             lock = RunLock(Path(scenario.store.root), run_id)
             stack.callback(lock.release, keep=scenario.store.keep)
             run_dir = (out / run_id).resolve()
@@ -153,17 +165,10 @@ def _launch(scenario: Scenario, out: Path, listener: RunListener, make_nodes: Ma
             stack.push(partial(_finish_record, job, started))
             if not file_settings_of(scenario).in_memory and not scenario.store.keep:
                 # Before the record is written, as they may have filled the disk; those on tmpfs go with the store.
-                stack.callback(shutil.rmtree, run_dir / CHECKPOINTS, ignore_errors=True)
+                stack.callback(shutil.rmtree, str(job.files_dir), ignore_errors=True)
             RunLoop(job, network, listener, interrupts, make_nodes).run()
         interrupts.check()
     return run_dir
-
-
-def _create_network(scenario: Scenario) -> tuple[NetworkBackend, Scenario]:
-    """Returns where the nodes live, and the scenario that says how their links are made."""
-    network, links = create_network(scenario.cluster)
-    cluster = scenario.cluster.model_copy(update={"links": links})
-    return network, scenario.model_copy(update={"cluster": cluster})
 
 
 def _make_job(
@@ -182,8 +187,10 @@ def _make_job(
         Storage.create(
             storage_dir, cluster.nodes, rate, emulation.storage_total_bytes_per_s if emulation is not None else None
         )
-    files_dir = store_dir / "files" if file_settings_of(scenario).in_memory else run_dir / CHECKPOINTS
-    files_dir.mkdir(mode=0o700)
+    shared_dir = Path(scenario.launch.shared_dir).resolve() / run_id if scenario.launch.shared_dir else run_dir
+    files_dir = store_dir / "files" if file_settings_of(scenario).in_memory else shared_dir / CHECKPOINTS
+    with named(f"make the folder {files_dir}"):
+        files_dir.mkdir(mode=0o700, parents=True)
     return Job(
         run_id=run_id,
         scenario=scenario,
@@ -194,7 +201,7 @@ def _make_job(
         links_dir=links_dir,
         storage_dir=storage_dir,
         files_dir=files_dir,
-        persist_dir=tier_of(scenario, run_dir),
+        persist_dir=tier_of(scenario, shared_dir),
         launcher=os.getpid(),
     )
 
@@ -315,7 +322,9 @@ def _finish_record(
 
 def _write_record(job: Job, started: datetime) -> None:
     store = store_at(job.store_dir)
-    write_text(job.run_dir / STORE, as_json({"store_bytes": 0 if store is None else store.num_bytes}))
+    elsewhere = job.run_dir / STORE_ELSEWHERE
+    num_bytes = (0 if store is None else store.num_bytes) + (int(elsewhere.read_text()) if elsewhere.exists() else 0)
+    write_text(job.run_dir / STORE, as_json({"store_bytes": num_bytes}))
     write_recoveries(job.run_dir)
     write_run(job.run_dir, record_of(job, job.run_dir, started))
 

@@ -24,8 +24,16 @@ class GaveUpError(CapricornError):
         self.node = node
 
 
+class VacantError(CapricornError):
+    """A node has no machine that could start it, and may get one later."""
+
+    def __init__(self, node: int) -> None:
+        super().__init__(f"node {node} has no machine")
+        self.node = node
+
+
 class Nodes(Protocol):
-    """The nodes of a run on this machine."""
+    """The nodes of a run."""
 
     def start(self) -> None:
         """Starts all nodes, and in them their ranks."""

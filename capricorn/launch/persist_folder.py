@@ -14,12 +14,12 @@ PERSISTENT: Final = "persistent"
 
 
 def tier_of(scenario: Scenario, run_dir: Path) -> Path | None:
-    """Returns the folder of the persistent tier, made if it is the run's own; None if there is to be none."""
+    """Returns the folder of the persistent tier, made in the run's if it is its own; None if there is to be none."""
     if scenario.persist.dir:
         return Path(scenario.persist.dir).resolve()
     if not scenario.persist.every:
         return None
-    (own := run_dir / PERSISTENT).mkdir()
+    (own := run_dir / PERSISTENT).mkdir(parents=True)
     return own
 
 

@@ -32,6 +32,7 @@ from capricorn.sizing.memory import NUM_SLOTS, Needs, needs_of
 from capricorn.sizing.memory_limit import available_memory
 from capricorn.sizing.written_folders import written_folders
 from capricorn.systems.registry import SYSTEMS, find
+from capricorn.systems.settings import file_settings_of
 from capricorn.units import KIB, MIB, Bytes, format_bytes
 
 MIN_PYTHON = (3, 11)
@@ -144,7 +145,28 @@ def require(scenario: Scenario) -> None:
         ConfigError: in one line: what is needed, what there is, what to do. The first thing missing is named.
     """
     check_endpoint(scenario.launch)
+    check_shared_dir(scenario)
     _refuse_first(_needed(resolve_device(scenario)))
+
+
+def check_shared_dir(scenario: Scenario) -> None:
+    """Checks that what several machines write as files has a folder that all of them share.
+
+    Raises:
+        ConfigError: none is named, or the system keeps its files in the memory of one machine.
+    """
+    if not scenario.launch.nnodes or scenario.launch.nnodes == 1:
+        return
+    name, writes_files = scenario.system.name, find(scenario.system.name).writes_files
+    if writes_files and file_settings_of(scenario).in_memory:
+        raise ConfigError(
+            f"system.options.medium=tmpfs: memory is of one machine; {name} takes medium=disk with --nnodes"
+        )
+    needs = f"system {name} writes files" if writes_files else ""
+    if scenario.persist.every and not scenario.persist.dir:
+        needs = "--persist-every keeps checkpoints on disk"
+    if needs and not scenario.launch.shared_dir:
+        raise ConfigError(f"{needs}, which all machines need: name a folder that they share by --shared-dir PATH")
 
 
 def require_folders(scenario: Scenario, out: Path) -> None:

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from capricorn.records.job_file import ATTEMPT, Job
-from capricorn.runtime.comm.addresses import own_address
 from capricorn.runtime.comm.collectives import maximum
 from capricorn.runtime.persist.writer_process import WriterStarter
 
@@ -79,13 +78,12 @@ class TorchrunContext:
         file = self._job.run_dir / ATTEMPT
         # torchrun's own restart count differs between nodes once an agent has been replaced.
         attempt = maximum(control, int(file.read_text()) if file.exists() else -1) + 1
-        if self.rank == 0 or self._job.scenario.launch.nnodes:
+        if self.rank == 0:
             file.write_text(str(attempt))
         return RendezvousResult(control, attempt)
 
     def address(self) -> str:
-        has_machines = self._job.scenario.launch.nnodes
-        return own_address(os.environ["MASTER_ADDR"]) if has_machines else _emulated(self._job, self.rank)
+        return node_address(self._job, self.rank)
 
 
 class ForkedContext:
@@ -120,7 +118,7 @@ class ForkedContext:
         return RendezvousResult(dist.new_group(backend="gloo", timeout=self.timeout), self.attempt)
 
     def address(self) -> str:
-        return _emulated(self._job, self.rank)
+        return node_address(self._job, self.rank)
 
     def _store(self) -> TCPStore:
         host, port = self._endpoint
@@ -153,6 +151,6 @@ def _shut(fd: int) -> None:
             sock.shutdown(socket.SHUT_RDWR)
 
 
-def _emulated(job: Job, rank: int) -> str:
-    """Returns the address of the rank's node on this machine."""
+def node_address(job: Job, rank: int) -> str:
+    """Returns the address of the rank's node."""
     return job.addresses[job.scenario.topology.node_of(rank)]

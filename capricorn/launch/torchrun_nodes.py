@@ -1,4 +1,4 @@
-"""The nodes of a run as torchrun agents, one each, and the rendezvous that emulated nodes share."""
+"""The nodes of a run as torchrun agents, one each, and the rendezvous that they share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from capricorn.config.endpoint import parse_endpoint
 from capricorn.emulation.fabric import NamespaceEntry
 from capricorn.emulation.testbed import NetworkBackend
 from capricorn.errors import CapricornError
@@ -19,7 +18,6 @@ from capricorn.launch.restart_policy import MAX_GAP_S, RENDEZVOUS, RestartBudget
 from capricorn.process import PYTHON, AwakeClock, Child, is_stopped, kill_child, thread_states
 from capricorn.records.job_file import Job
 from capricorn.records.samples import IterationSample
-from capricorn.runtime.comm.addresses import own_address
 from capricorn.runtime.store.node_store import NodeStore
 from capricorn.units import Seconds
 
@@ -63,10 +61,10 @@ def spawn(
 
 
 class Rendezvous:
-    """The endpoint at which the agents meet: our own store for emulated nodes, else the one the user named."""
+    """The store at which the agents meet."""
 
     def __init__(self, job: Job, network: NetworkBackend, log_dir: Path, spawn: Callable[..., ChildProcess]) -> None:
-        """Starts the store if it is ours; it takes over the network's listener.
+        """Starts the store, which takes over the network's listener.
 
         Args:
             job: what is run.
@@ -74,21 +72,14 @@ class Rendezvous:
             log_dir: where the store writes what it prints.
             spawn: starts a process, as `spawn` does.
         """
-        launch = job.scenario.launch
-        self.process: ChildProcess | None = None
-        """Serves the store; None if it is the user's."""
-        if launch.nnodes:
-            self.endpoint = str(parse_endpoint(launch.rdzv_endpoint, "--rdzv-endpoint"))
-            return
         with network.listener as listener:
             self.endpoint = "{}:{}".format(*listener.getsockname())
             module = ("capricorn.launch.rendezvous", str(os.getpid()), str(listener.fileno()))
             log = log_dir / "rendezvous.log"
-            self.process = spawn(network.enter_switch(), module, log, pass_fds=(listener.fileno(),))
+            self.process: ChildProcess = spawn(network.enter_switch(), module, log, pass_fds=(listener.fileno(),))
 
     def stop(self) -> None:
-        if self.process is not None:
-            _stop(self.process)
+        _stop(self.process)
 
 
 class TorchrunNodes:
@@ -117,7 +108,7 @@ class TorchrunNodes:
         self._job, self._network, self._log_dir, self._on_replace = job, network, log_dir, on_replace
         self._spawn, self._sleep = spawn, sleep
         launch = job.scenario.launch
-        self._nodes = [launch.node_rank] if launch.nnodes else list(range(job.scenario.cluster.nodes))
+        self._nodes = list(range(job.scenario.cluster.nodes))
         self._replacements = RestartBudget(launch.max_restarts + len(job.scenario.faults))
         self._processes: dict[int, ChildProcess] = {}
         self._rendezvous: Rendezvous | None = None
@@ -133,11 +124,7 @@ class TorchrunNodes:
     def wait(self, timeout_s: Seconds) -> None:
         self._sleep(timeout_s)
         self._kill_stopped()
-        if (
-            self._rendezvous is not None
-            and (store := self._rendezvous.process) is not None
-            and store.poll() is not None
-        ):
+        if self._rendezvous is not None and (store := self._rendezvous.process).poll() is not None:
             raise CapricornError(f"the rendezvous store, by which nodes start again, has ended: {_end_of(store)}")
         for node, code in self._exit_codes().items():
             if code > 0:  # torchrun has restarted the ranks as often as it may
@@ -168,7 +155,7 @@ class TorchrunNodes:
     def _kill_stopped(self) -> None:
         """Kills agents and the rendezvous store if they have been stopped for too long: nobody else would notice."""
         processes = dict(self._processes)
-        if self._rendezvous is not None and self._rendezvous.process is not None:
+        if self._rendezvous is not None:
             processes[RENDEZVOUS] = self._rendezvous.process
         now_s, states = self._awake(), {key: thread_states(process.pid) for key, process in processes.items()}
         for key in processes:
@@ -191,28 +178,23 @@ class TorchrunNodes:
     def _module(self, node: int) -> list[str]:
         scenario = self._job.scenario
         launch = scenario.launch
-        where = ["--local-addr", self._network.address(node)]
-        if launch.nnodes:
-            # Not the name of this machine, which others may not know, or which may stand for its loopback.
-            host = parse_endpoint(launch.rdzv_endpoint, "--rdzv-endpoint").host
-            where = ["--node-rank", str(node), "--local-addr", own_address(host)]
         conf = {
             "join_timeout": JOIN_TIMEOUT_S,
             "keep_alive_interval": KEEP_ALIVE_INTERVAL_S,
             "keep_alive_max_attempt": KEEP_ALIVE_ATTEMPTS,
-            # Told, as torchrun knows a machine by its name alone.
-            "is_host": int(launch.nnodes > 0 and launch.node_rank == 0),
+            # Told, as torchrun knows a machine by its name alone; the store is ours.
+            "is_host": 0,
         }
         return [
             *("capricorn.launch.torchrun_agent", str(os.getpid())),
             *("--nnodes", str(scenario.topology.num_nodes)),
             *("--nproc-per-node", str(scenario.topology.ranks_per_node)),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", self._endpoint),
-            *("--rdzv-id", "capricorn" if launch.nnodes else self._job.run_id),
+            *("--rdzv-id", self._job.run_id),
             # By default a folder in TMPDIR, which stays there.
             *("--log-dir", str(self._log_dir / "torchrun")),
             *("--rdzv-conf", ",".join(f"{key}={value}" for key, value in conf.items())),
-            *where,
+            *("--local-addr", self._network.address(node)),
             *("--max-restarts", str(launch.max_restarts + len(scenario.faults))),
             *("--monitor-interval", "0.1", "--shutdown-timeout", "5"),
             *("--no-python", *PYTHON, "capricorn.launch.worker", str(self._job_file)),
@@ -221,9 +203,7 @@ class TorchrunNodes:
     def _environment(self) -> dict[str, str]:
         # With torch 2.13 restarted ranks read the addresses of the dead attempt from the agent's shared store.
         settings = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONUNBUFFERED": "1"}
-        if not self._job.scenario.launch.nnodes:
-            settings["GLOO_SOCKET_IFNAME"] = self._network.interface
-        return settings
+        return settings | {"GLOO_SOCKET_IFNAME": self._network.interface}
 
 
 def _stop(process: ChildProcess, timeout_s: Seconds = STOP_TIMEOUT_S) -> None:

@@ -9,7 +9,7 @@ from statistics import median
 
 from capricorn.config.scenario import Scenario
 from capricorn.errors import CapricornError
-from capricorn.launch.launcher import RunListener, launch
+from capricorn.launch.launcher import Launch, RunListener, launch
 from capricorn.planner.gemini_planner import AUTO, SWEEP, UNPLANNED, GeminiStagedSettings, num_swept, swept_factor
 from capricorn.records.samples import ITERATIONS, IterationSample, read_samples
 from capricorn.systems.registry import find
@@ -23,17 +23,23 @@ def needs_tuning(scenario: Scenario) -> bool:
     return bool(tunes) and getattr(settings_of(scenario), tunes) == AUTO
 
 
-def tune(scenario: Scenario, out: Path, listener: RunListener) -> tuple[Scenario, str]:
+def tune(scenario: Scenario, out: Path, listener: RunListener, start: Launch = launch) -> tuple[Scenario, str]:
     """Returns the scenario with the factor mu that suits it best, and the run that showed it; empty if none was needed.
 
     Several factors are tried in turn, an iteration each; the one with the shortest median iteration is taken.
+
+    Args:
+        scenario: what is run.
+        out: where the run's folder is made.
+        listener: hears what happens.
+        start: launches the run.
 
     Raises:
         CapricornError: that run failed.
     """
     if scenario.system.every == 0 or scenario.system.replicas == 1:
         return with_options(scenario, mu=1.0), ""
-    folder = launch(sweep_of(scenario), out, listener)
+    folder = start(sweep_of(scenario), out, listener)
     durations_s = durations_by_factor(settings_of(scenario), read_samples(folder / ITERATIONS, IterationSample))
     if not durations_s:
         raise CapricornError(f"no iteration of {folder} was timed, so mu is not known; set system.options.mu")

@@ -48,7 +48,6 @@ from capricorn.launch.recorder import Recorder, was_ever_complete
 from capricorn.process import die_with_parent
 from capricorn.records.job_file import Fatal, Job
 from capricorn.runtime.comm.collectives import maximum, share_text
-from capricorn.runtime.command_agreement import check_agreement
 from capricorn.runtime.persist.layout import iterations_in
 from capricorn.systems.interface import CheckpointSystem, JobContext
 from capricorn.systems.registry import load_system
@@ -142,7 +141,6 @@ class Worker:
         device = self._device()
         self._rendezvous(device)
         self._recorder.event("started", f"pid {os.getpid()}")
-        check_agreement(self._control, self._job.scenario)
         self._attach(device)
         self._is_training = True
         first = self._iteration + 1
@@ -240,7 +238,7 @@ class Worker:
             control_group=self._control,
             config=scenario.system,
             planner=scenario.planner,
-            store_dir=self._job.node_dir(scenario.launch.node_rank if scenario.launch.nnodes else node),
+            store_dir=self._job.node_dir(node),
             address=self._context.address(),
             routes=injector.routes(self._routes),
             storage_dir=self._job.storage_dir,
@@ -269,7 +267,9 @@ class Worker:
             # Before the first checkpoint was complete, the initial state is the newest there is, and the seed has it.
             # Nor is it to take the place of checkpoints on disk of which none is whole.
             tier = self._job.persist_dir
-            if was_ever_complete(self._job.run_dir) or (tier is not None and iterations_in(tier)):
+            # A machine that has taken a lost one's place has no records from before, and asks the others.
+            was_complete = maximum(self._control, int(was_ever_complete(self._job.run_dir)))
+            if was_complete or (tier is not None and iterations_in(tier)):
                 raise
             return
         self._iteration = report.iteration

@@ -19,15 +19,13 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-from capricorn.errors import LayoutMismatchError
+from capricorn.errors import LayoutMismatchError, shortened
 from capricorn.runtime.comm.collectives import gather_layouts, gather_long_texts, gather_texts, maxima, maximum
 from capricorn.runtime.store.node_store import NodeStore
 from capricorn.runtime.store.slot import Layout
 from capricorn.systems.flat_state import VALUES, FlatState
 from capricorn.units import Bytes, format_bytes
 
-SHOWN: Final = 3
-"""Number of differing keys that a message names."""
 _TEXT_BYTES: Final = 2048
 
 
@@ -70,12 +68,6 @@ def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     order = [f"{key} is at another place in the order of tensors" for key in moved]
     paired = [text for pair in zip_longest(missing, added) for text in pair if text is not None]
     return [*changed, *paired] or order
-
-
-def shortened(found: Sequence[str]) -> str:
-    """Returns the first differences, and how many more there are."""
-    more = f", and {len(found) - SHOWN} more differ" if len(found) > SHOWN else ""
-    return "; ".join(found[:SHOWN]) + more
 
 
 def _is_alike(one: Layout, other: Layout) -> bool:

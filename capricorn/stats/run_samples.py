@@ -71,7 +71,7 @@ class RunSamples:
         damaged: dict[str, list[int]] = {ITERATIONS: [], EVENTS: [], RECOVERIES: []}
         samples = list(read_samples(run_dir / ITERATIONS, IterationSample, damaged[ITERATIONS]))
         events = list(read_samples(run_dir / EVENTS, EventSample, damaged[EVENTS]))
-        lasting = _lasting(samples, _newest_start(samples, events), _num_ranks(samples, scenario))
+        lasting = _lasting(samples, _newest_start(samples, events), scenario.topology.world_size)
         # The trainer asks any system by the interval alone, also the one that keeps nothing.
         iterations = [_folded(each, keeps=scenario.system.name != "none") for each in grouped(lasting, "iteration")]
         return cls(
@@ -143,13 +143,6 @@ def _lasting(samples: Sequence[IterationSample], start: _Start, num_ranks: int) 
         for (iteration, _), sample in found.items()
         if num_found[iteration] == num_ranks or iteration <= start.iteration
     ]
-
-
-def _num_ranks(samples: Sequence[IterationSample], scenario: Scenario) -> int:
-    """Returns how many ranks' samples belong in this folder: all, or on real machines those of a node at least."""
-    if scenario.launch.nnodes:
-        return max(len({sample.rank for sample in samples}), scenario.topology.ranks_per_node)
-    return scenario.topology.world_size
 
 
 def _folded(samples: Sequence[IterationSample], *, keeps: bool) -> RunIteration:

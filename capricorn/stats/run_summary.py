@@ -66,7 +66,7 @@ def verdict(summary: Summary, scenario: Scenario) -> str:
     elif summary["effective"] < summary["requested"]:
         faults.append(f"effective checkpoints {summary['effective']} of {summary['requested']} requested")
     faults += _persist_faults(summary)
-    if summary["faults_triggered"] < len(scenario.faults) and not scenario.launch.nnodes:
+    if summary["faults_triggered"] < len(scenario.faults):
         faults.append(f"faults that were triggered {summary['faults_triggered']} of {len(scenario.faults)}")
     is_measured = scenario.cluster.is_measured
     faults += fidelity_faults(summary, "give longer ops" if is_measured else "set cluster.iteration_s higher")

@@ -51,7 +51,9 @@ PLANS: Final = OfModes(
 )
 PERSISTS: Final = OfModes(lambda scenario: scenario.persist.every > 0, "without --persist-every N")
 HAS_MACHINES: Final = OfModes(lambda scenario: scenario.launch.nnodes > 0, "without --nnodes N")
-IS_ONE_MACHINE: Final = OfModes(lambda scenario: not scenario.launch.nnodes, "with --nnodes: torchrun starts the ranks")
+IS_ONE_MACHINE: Final = OfModes(
+    lambda scenario: not scenario.launch.nnodes, "with --nnodes: each machine forks its ranks"
+)
 IS_FORKED: Final = OfModes(
     lambda scenario: not scenario.launch.by_torchrun, "where torchrun starts the ranks: it has a patience of its own"
 )
@@ -113,7 +115,7 @@ _CONDITIONS: Final[Mapping[str, tuple[Condition, ...]]] = MappingProxyType({
     "persist.timeout_s": (REPLICATES, IS_ON, PERSISTS),
     "store.keep": (MAKES_CHECKPOINTS,),
     "launch.node_rank": (HAS_MACHINES,),
-    "launch.rdzv_endpoint": (HAS_MACHINES,),
+    **{f"launch.{key}": (HAS_MACHINES,) for key in ("rdzv_endpoint", "spares", "interface", "shared_dir", "job")},
     "launch.restart": (IS_ONE_MACHINE,),
     "launch.frozen_s": (IS_FORKED,),
 })  # fmt: skip

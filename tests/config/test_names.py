@@ -11,8 +11,9 @@ from capricorn.config.cluster import ClusterConfig
 from capricorn.config.endpoint import Endpoint, parse_endpoint
 from capricorn.config.fault_spec import FaultSpec
 from capricorn.config.fields import MAX_NAME_BYTES, check_path_part, validate
+from capricorn.config.launch_config import LaunchConfig
 from capricorn.config.resolve import load_model
-from capricorn.config.scenario import LaunchConfig, ModelConfig, PersistConfig, SystemConfig
+from capricorn.config.scenario import ModelConfig, PersistConfig, SystemConfig
 from capricorn.conformance.subject import under_test
 from capricorn.errors import ConfigError
 from tests.cli.test_cli import cli

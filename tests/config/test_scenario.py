@@ -13,9 +13,10 @@ from capricorn.config.cluster import ClusterConfig
 from capricorn.config.fault_kinds import KINDS
 from capricorn.config.fault_spec import FaultSpec
 from capricorn.config.fields import validate
+from capricorn.config.launch_config import LaunchConfig
 from capricorn.config.presets import MODELS
 from capricorn.config.resolve import load_model, parse_ckpt
-from capricorn.config.scenario import LaunchConfig, Scenario, SystemConfig, TrainConfig
+from capricorn.config.scenario import Scenario, SystemConfig, TrainConfig
 from capricorn.errors import ConfigError, note_once
 from capricorn.systems.settings import override
 

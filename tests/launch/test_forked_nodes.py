@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from capricorn.config.cluster import ClusterConfig
-from capricorn.config.scenario import LaunchConfig
+from capricorn.config.launch_config import LaunchConfig
 from capricorn.emulation.testbed import Loopback
 from capricorn.launch.fork_client import FakeForkServer, FakeNodeAgent, FakeProcess
 from capricorn.launch.forked_nodes import GATHER_S, ForkedNodes

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from capricorn.config.cluster import ClusterConfig
+from capricorn.config.launch_config import LaunchConfig
 from capricorn.config.resolve import load_model
-from capricorn.config.scenario import DataConfig, LaunchConfig, Scenario, StoreConfig, TrainConfig
+from capricorn.config.scenario import DataConfig, Scenario, StoreConfig, TrainConfig
 from capricorn.emulation.testbed import NetworkBackend
 from capricorn.errors import CapricornError, ConfigError, RecordError
 from capricorn.launch.interrupts import SIGNALS

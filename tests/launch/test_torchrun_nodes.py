@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from capricorn.config.cluster import ClusterConfig
-from capricorn.config.scenario import LaunchConfig
+from capricorn.config.launch_config import LaunchConfig
 from capricorn.emulation.fabric import NamespaceEntry
 from capricorn.emulation.testbed import Loopback
 from capricorn.launch.nodes import GaveUpError

@@ -25,7 +25,7 @@ LAYERS = (
     {"runtime"},
     {"loads", "trainer", "faults", "stats"},
     {"launch"},
-    {"compare"},
+    {"machines", "compare"},
     {"campaign", "conformance", "simulate"},
     {"report", "baselines"},
     {"cli"},

@@ -11,11 +11,14 @@ from pathlib import Path
 import pytest
 
 from capricorn.config.endpoint import Endpoint
-from capricorn.config.scenario import LaunchConfig
+from capricorn.config.launch_config import LaunchConfig
 from capricorn.errors import ConfigError
 from capricorn.runtime.comm.addresses import (
+    address_on,
     check_endpoint,
+    conductor_address,
     family_of,
+    interface_of,
     listening_address,
     own_address,
     why_no_loopback,
@@ -67,10 +70,38 @@ def test_an_address_that_is_not_ours_is_refused_on_machine_0(host: str) -> None:
         check(f"{host}:29500")
 
 
-@pytest.mark.parametrize("node_rank", [0, 1])
-def test_a_host_that_nobody_knows_is_refused_on_every_machine(node_rank: int) -> None:
+def test_a_host_that_nobody_knows_is_refused_on_machine_0_and_waited_for_on_others() -> None:
     with pytest.raises(ConfigError, match=r"--rdzv-endpoint 'no-such-host\.invalid:29500'.* cannot be resolved"):
-        check("no-such-host.invalid:29500", node_rank)
+        check("no-such-host.invalid:29500", 0)
+    check("no-such-host.invalid:29500", 1)
+
+
+def test_machine_0_takes_the_outward_address_where_its_name_means_the_loopback_or_a_service(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("capricorn.runtime.comm.addresses.outward_address", lambda what: "10.0.0.7")
+    monkeypatch.setattr("capricorn.runtime.comm.addresses.own_addresses", lambda: {"10.0.0.7": "a", "10.1.0.7": "b"})
+    monkeypatch.setattr("capricorn.runtime.comm.addresses.listening_address", lambda endpoint, what: endpoint.host)
+    endpoint = LaunchConfig(nnodes=2, rdzv_endpoint="head:29500")
+    for addresses, expected in {
+        ("127.0.1.1",): "10.0.0.7",
+        ("10.96.0.1",): "10.0.0.7",
+        ("10.1.0.7", "127.0.1.1"): "10.1.0.7",
+    }.items():
+        found = [(family_of(address), address) for address in addresses]
+        monkeypatch.setattr("capricorn.runtime.comm.addresses.resolve", lambda *_, found=found: found)
+        assert conductor_address(endpoint) == expected
+
+
+def test_an_interface_is_named_by_its_name_or_by_its_network() -> None:
+    assert address_on("lo") in ("127.0.0.1", "::1")
+    assert address_on("127.0.0.0/8") == "127.0.0.1"
+    assert interface_of("127.0.0.1") == interface_of("127.0.0.103") == "lo"
+    with pytest.raises(ConfigError, match=r"198\.51\.100\.7 is no address of this machine"):
+        interface_of("198.51.100.7")
+    for wrong in ("no-such-interface", "198.51.100.0/24"):
+        with pytest.raises(ConfigError, match=rf"--interface '{wrong}': this machine has none .* lo 127\.0\.0\.1"):
+            address_on(wrong)
 
 
 def test_a_bad_endpoint_ends_the_command_with_2_and_one_line(

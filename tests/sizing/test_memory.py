@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from capricorn.config.cluster import ClusterConfig
+from capricorn.config.launch_config import LaunchConfig
 from capricorn.config.resolve import load_model
-from capricorn.config.scenario import LaunchConfig, Scenario, SystemConfig
+from capricorn.config.scenario import Scenario, SystemConfig
 from capricorn.sizing.memory import (
     NUM_SLOTS,
     SLOT_OVERHEAD_BYTES,

@@ -12,8 +12,9 @@ import pandas as pd
 import pytest
 
 from capricorn.config.cluster import ClusterConfig
+from capricorn.config.launch_config import LaunchConfig
 from capricorn.config.resolve import load_model
-from capricorn.config.scenario import LaunchConfig, PersistConfig, Scenario, SystemConfig, TrainConfig
+from capricorn.config.scenario import PersistConfig, Scenario, SystemConfig, TrainConfig
 from capricorn.records.samples import (
     EVENTS,
     ITERATIONS,

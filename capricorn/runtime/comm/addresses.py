@@ -5,17 +5,23 @@ Imports no torch, as the launcher asks it before anything starts.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import ipaddress
 import socket
 from typing import Final
 
+import psutil
+
 from capricorn.config.endpoint import Endpoint, parse_endpoint
-from capricorn.config.scenario import LaunchConfig
+from capricorn.config.launch_config import LaunchConfig
 from capricorn.errors import ConfigError
 from capricorn.units import Seconds
 
 LOOPBACK: Final = "127.0.0.1"
 CONNECT_TIMEOUT_S: Final[Seconds] = 2.0
+FAR_AWAY: Final = ("192.0.2.1", "2001:db8::1")
+"""Addresses that nobody has, of documents: what leads there leads out."""
 
 _ANY_PORT: Final = 9
 """The port of a datagram that is never sent."""
@@ -100,21 +106,107 @@ def why_no_endpoint(launch: LaunchConfig) -> str:
 
 
 def check_endpoint(launch: LaunchConfig) -> None:
-    """Checks the endpoint that real machines meet at; takes a while if its name has to be asked for.
+    """Checks what is known here of where real machines meet; takes a while if its name has to be asked for.
+
+    A name that another machine does not know yet is waited for when it joins: that of a pod is there with the pod.
 
     Raises:
-        ConfigError: in one line: the option, its value, and what is wrong: its host has no address, no interface leads
-            there, or this is machine 0 and cannot listen there.
+        ConfigError: in one line: the option, its value, and what is wrong: this is machine 0 and cannot listen there,
+            no interface leads there, or there is no such interface.
     """
     if not launch.nnodes:
         return
-    what = f"--rdzv-endpoint {launch.rdzv_endpoint!r}"
-    endpoint = parse_endpoint(launch.rdzv_endpoint, "--rdzv-endpoint")
     if launch.node_rank == 0:
-        listening_address(endpoint, what)
+        conductor_address(launch)
         return
-    resolve(endpoint.host, endpoint.port, what)
+    if launch.interface:
+        address_on(launch.interface)
+    host = parse_endpoint(launch.rdzv_endpoint, "--rdzv-endpoint").host
     try:
-        own_address(endpoint.host)
+        own_address(host)
+    except ConfigError:
+        return
     except OSError as error:
+        what = f"--rdzv-endpoint {launch.rdzv_endpoint!r}"
         raise ConfigError(f"{what} cannot be reached from here: {error.strerror}; look at the network") from None
+
+
+def conductor_address(launch: LaunchConfig) -> str:
+    """Returns the address at which machine 0, which this is, listens for the others.
+
+    A name may stand for the loopback here, as Debian has it, or for a service in front of this machine: the others know
+    another address by it. Then it is that of the interface that leads out.
+
+    Raises:
+        ConfigError: there is none, or it is taken.
+    """
+    what = f"--rdzv-endpoint {launch.rdzv_endpoint!r}"
+    host, port = endpoint = parse_endpoint(launch.rdzv_endpoint, "--rdzv-endpoint")
+    if launch.interface:
+        return listening_address(Endpoint(address_on(launch.interface), port), f"--interface {launch.interface!r}")
+    if _is_number(host) or host == "localhost":
+        return listening_address(endpoint, what)
+    known = {address for _, address in resolve(host, port, what) if not ipaddress.ip_address(address).is_loopback}
+    own = next(iter(sorted(known & own_addresses().keys())), "") or outward_address(what)
+    return listening_address(Endpoint(own, port), what)
+
+
+def outward_address(what: str) -> str:
+    """Returns the address of the interface that leads out of this machine; sends nothing.
+
+    Raises:
+        ConfigError: none does; it says what was asked for.
+    """
+    for far in FAR_AWAY:
+        with contextlib.suppress(OSError):
+            return own_address(far)
+    raise ConfigError(f"{what}: no interface leads out of this machine; name one: --interface NAME|CIDR")
+
+
+def own_addresses() -> dict[str, str]:
+    """Returns the interface of each address of this machine."""
+    found = psutil.net_if_addrs()
+    return {each.address.partition("%")[0]: name for name, all_of in found.items() for each in all_of}
+
+
+def interface_of(address: str) -> str:
+    """Returns the interface that has that address; that of the loopback for any other loopback address.
+
+    Raises:
+        ConfigError: none has.
+    """
+    owner = own_addresses().get(address)
+    if owner is None and ipaddress.ip_address(address).is_loopback:
+        owner = own_addresses().get(LOOPBACK)
+    if owner is None:
+        raise ConfigError(f"{address} is no address of this machine")
+    return owner
+
+
+def address_on(interface: str) -> str:
+    """Returns the first address of an interface, by its name, or within a network, as in 10.0.0.0/16.
+
+    Raises:
+        ConfigError: there is none; it lists those that there are.
+    """
+    try:
+        network = ipaddress.ip_network(interface)
+    except ValueError:
+        network = None
+    usable = {
+        address: name for address, name in own_addresses().items()
+        if _is_number(address) and not ipaddress.ip_address(address).is_link_local
+    }  # fmt: skip
+    for address, name in usable.items():
+        if name == interface or (network is not None and ipaddress.ip_address(address) in network):
+            return address
+    there = ", ".join(f"{name} {address}" for address, name in usable.items())
+    raise ConfigError(f"--interface {interface!r}: this machine has none with an address there; it has {there}")
+
+
+def _is_number(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from capricorn.errors import ConfigError, LayoutMismatchError, StateError, StoreError
+from capricorn.errors import ConfigError, LayoutMismatchError, StateError, StoreError, shortened
 from capricorn.runtime.comm.collectives import gather_texts, maxima, newest
-from capricorn.runtime.layout_agreement import shortened
 from capricorn.runtime.persist.layout import Manifest, folder_of, iterations_in
 from capricorn.runtime.persist.load import lasting, load_into, missing, select, small_values_of
 from capricorn.runtime.store.node_store import NodeStore
