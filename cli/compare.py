@@ -114,6 +114,7 @@ def compare(
     if resume is not None:
         refuse_given(context, {"resume"} | OUTPUT, f"contradicts --resume: all settings are those of {resume}")
         record = read_compare(resume, goes_on=True)  # before anything is written there
+        _require(_missing(resume, record), resume.resolve().parent)
         return _start(resume.resolve, record.comparisons, as_json=as_json, quiet=quiet, verbose=verbose)
     experiment = experiment_of(context, file)
     if dry_run:
@@ -178,7 +179,6 @@ def _carry_out(folder: Path, start: Launch, *, as_json: bool, quiet: bool, verbo
     """Makes the runs that are missing in the folder, and shows what its comparisons then come to."""
     with alone_in(folder):
         record = read_compare(folder, goes_on=True)
-        _require(_missing(folder, record), folder.parent)
         return _make_missing(folder, record, start, as_json=as_json, quiet=quiet, verbose=verbose)
 
 

@@ -168,6 +168,7 @@ def faults(
         elsewhere = start if record.scenarios[AS_CONFIGURED].launch.nnodes else None
         return _carry_out(folder, number, elsewhere, as_json=as_json, quiet=quiet, verbose=verbose)
 
+    _require(record, out if resume is None else resume.resolve().parent)
     scenarios = [record.undisturbed_scenario(AS_CONFIGURED, variant.label) for variant in record.variants]
     cases = [f"{case.system} {case.fault}" for case in record.cases]
     return on_machines("faults", scenarios, act, teller(quiet=quiet or as_json), cases=cases, case=number)
@@ -209,7 +210,6 @@ def _carry_out(
     remove_leftovers()
     with alone_in(folder):
         record = read_campaign(folder)
-        _require(record, folder.parent)
         runner = _runner(folder, record, number, start, quiet=quiet or as_json, verbose=verbose)
         try:
             runner.run()

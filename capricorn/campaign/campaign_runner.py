@@ -33,7 +33,7 @@ from capricorn.compare.compare_runner import Watch
 from capricorn.config.scenario import Scenario
 from capricorn.errors import CapricornError
 from capricorn.launch.interrupts import Interrupts
-from capricorn.launch.launcher import Launch
+from capricorn.launch.launcher import Launch, shared_dir_of
 from capricorn.systems.registry import find
 from capricorn.systems.settings import override
 from capricorn.units import Seconds
@@ -137,6 +137,7 @@ class CampaignRunner:
             shutil.copytree(run_dir, self._folder.parent / run_dir.name)  # before its file system is emptied
         self._drop(run_dir, is_fine=not remark_of(judged))
         self._drop(Path(scenario.persist.dir) if scenario.persist.dir else None, is_fine=not remark_of(judged))
+        self._drop(shared_dir_of(scenario, outcome.run_id), is_fine=not remark_of(judged))
         self._place.say(f"{self._place_of(case)}: {outcome_line(judged)}", is_news=bool(remark_of(judged)))
 
     def _placed(self, case: Case, scenario: Scenario) -> Scenario:

@@ -105,6 +105,8 @@ def _drawn(asked: Asked) -> Iterator[tuple[int, FaultSpec]]:
 
 def _why_never(asked: Asked, variant: Variant, kind: str) -> str:
     """Returns why no fault of that kind can happen to the system; nothing if one can."""
+    if reason := asked.refused.get(kind, ""):
+        return reason
     reasons = [_why_not(asked, variant, _case(asked, 0, fault, variant)) for fault in _all_places(kind)]
     return reasons[0] if all(reasons) else ""
 

@@ -11,7 +11,7 @@ from typing import Final
 
 from capricorn.campaign.campaign_record import AS_CONFIGURED, LINKS, PACED, PID_1, TestbedName, testbed_name
 from capricorn.campaign.small_file_systems import needed_bytes, why_no_mount
-from capricorn.config.fault_kinds import kind_of
+from capricorn.config.fault_kinds import NO_LINKS, kind_of
 from capricorn.config.resolve import assign
 from capricorn.config.scenario import Scenario
 from capricorn.errors import ConfigError
@@ -59,7 +59,7 @@ def make_testbeds(
     """
     scenarios: dict[TestbedName, Scenario] = {AS_CONFIGURED: scenario}
     if scenario.launch.nnodes:
-        return scenarios, {}
+        return scenarios, {kind: NO_LINKS for kind in kinds if "links" in kind_of(kind).needs}
     refused: dict[str, str] = {}
     has_pid_1 = is_drawn and can_be_pid_1()
     for shape in shapes or ("",):

@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import traceback
+from datetime import timedelta
 from pathlib import Path
 from typing import Final
 
@@ -24,8 +25,11 @@ from capricorn.launch.launch_messages import (
     to_bytes,
 )
 from capricorn.process import die_with_parent
+from capricorn.runtime.comm.addresses import LOOPBACK
 
 MAX_FDS: Final = 64
+MAX_PORT_DIGITS: Final = 5
+CONNECT_TIMEOUT: Final = timedelta(seconds=30)
 
 
 def main() -> None:
@@ -60,9 +64,35 @@ def _import_all() -> None:
     import capricorn.launch.worker
     import capricorn.runtime.persist.writer  # noqa: F401
 
+    _connect_once()
     torch.set_num_threads(1)  # results are bit-reproducible at a fixed number of threads only
     gc.collect()
     gc.freeze()  # a collection in a child would copy every page it shares with us
+
+
+def _connect_once() -> None:
+    """Has torch make its first connection: it then asks for this machine's name, once in a process.
+
+    Where no server of names answers that takes 6 s, which each rank would take at its start; those that are forked from
+    here have it behind them. Leaves no thread.
+    """
+    from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+
+    reading, writing = os.pipe()
+    if (pid := os.fork()) == 0:
+        die_with_parent(os.getppid())
+        store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+        os.write(writing, str(store.port).encode())
+        signal.pause()
+    os.close(writing)
+    try:
+        if port := os.read(reading, MAX_PORT_DIGITS):
+            TCPStore(LOOPBACK, int(port), is_master=False, timeout=CONNECT_TIMEOUT)
+    except DistError as error:  # ranks will meet it, too, and say so
+        print(f"the first connection failed: {error}", file=sys.stderr)
+    finally:
+        os.close(reading)
+        os.kill(pid, signal.SIGKILL)
 
 
 def _import_system(request: ForkRequest) -> None:

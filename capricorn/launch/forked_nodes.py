@@ -120,7 +120,7 @@ class ForkedNodes:
 
     def start(self) -> None:
         self._job_file = self._job.write()
-        host, port = self._network.listener.getsockname()
+        host, port = self._network.listener.getsockname()[:2]
         self._endpoint = (str(host), int(port))
         self._start_rendezvous()
         self._fill()

@@ -165,10 +165,18 @@ def _launch(
             stack.push(partial(_finish_record, job, started))
             if not file_settings_of(scenario).in_memory and not scenario.store.keep:
                 # Before the record is written, as they may have filled the disk; those on tmpfs go with the store.
-                stack.callback(shutil.rmtree, str(job.files_dir), ignore_errors=True)
+                stack.callback(_remove_files, job)
             RunLoop(job, network, listener, interrupts, make_nodes).run()
         interrupts.check()
     return run_dir
+
+
+def _remove_files(job: Job) -> None:
+    """Removes what a system has written that writes files, and of the folder around it what is then empty."""
+    shutil.rmtree(str(job.files_dir), ignore_errors=True)
+    if (shared := shared_dir_of(job.scenario, job.run_id)) is not None:
+        with contextlib.suppress(OSError):  # the persistent tier is there
+            shared.rmdir()
 
 
 def _make_job(
@@ -187,7 +195,7 @@ def _make_job(
         Storage.create(
             storage_dir, cluster.nodes, rate, emulation.storage_total_bytes_per_s if emulation is not None else None
         )
-    shared_dir = Path(scenario.launch.shared_dir).resolve() / run_id if scenario.launch.shared_dir else run_dir
+    shared_dir = shared_dir_of(scenario, run_id) or run_dir
     files_dir = store_dir / "files" if file_settings_of(scenario).in_memory else shared_dir / CHECKPOINTS
     with named(f"make the folder {files_dir}"):
         files_dir.mkdir(mode=0o700, parents=True)
@@ -204,6 +212,12 @@ def _make_job(
         persist_dir=tier_of(scenario, shared_dir),
         launcher=os.getpid(),
     )
+
+
+def shared_dir_of(scenario: Scenario, run_id: str) -> Path | None:
+    """Returns the run's folder that all machines share; None if none was named, or the run came to have no name."""
+    shared = scenario.launch.shared_dir
+    return Path(shared).resolve() / run_id if shared and run_id else None
 
 
 class RunLoop:

@@ -15,7 +15,7 @@ def serve(fd: int) -> None:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     with socket.socket(fileno=os.dup(fd)) as listener:
-        host, port = listener.getsockname()
+        host, port = listener.getsockname()[:2]
     store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
     signal.sigwait({signal.SIGTERM, signal.SIGINT})
     del store
