@@ -200,6 +200,9 @@ class SystemConfig(SettingsModel):
     idle_priority: bool = Field(
         default=True, description="Run checkpoint traffic at SCHED_IDLE: on CPU time that nobody else wants"
     )
+    staging_threads: int = Field(
+        default=1, ge=1, le=64, description="Threads of a rank that copy and hash a checkpoint beside training"
+    )
     timeout_s: Timeout = Field(default=30.0, description="Seconds to wait at most for a peer")
     max_lost: int = Field(
         default=1,

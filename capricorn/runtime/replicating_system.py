@@ -114,6 +114,7 @@ class ReplicatingSystem(CheckpointSystem):
             gate=gate,
             timeout_s=deadline_s,
             idle_priority=idle_priority,
+            staging_threads=job.config.staging_threads,
             live=live,
         )
         self._commit_tracker = CommitTracker[ReplicatedSave](job.control_group)
