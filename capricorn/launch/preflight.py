@@ -5,6 +5,7 @@ Imports no torch and starts no process but git.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -28,11 +29,12 @@ from capricorn.faults.feasibility import why_not_here
 from capricorn.planner.placement import recovery_probability
 from capricorn.records.samples import Environment
 from capricorn.runtime.comm.addresses import LOOPBACK, check_endpoint, why_no_endpoint, why_no_loopback
+from capricorn.runtime.store.populate import populate_rate
 from capricorn.sizing.memory import NUM_SLOTS, Needs, needs_of
 from capricorn.sizing.memory_limit import available_memory
 from capricorn.sizing.written_folders import written_folders
 from capricorn.systems.registry import SYSTEMS, find
-from capricorn.units import KIB, MIB, Bytes, format_bytes
+from capricorn.units import KIB, MIB, Bytes, format_bytes, format_seconds
 
 MIN_PYTHON = (3, 11)
 PACKAGES = ("torch", "capricorn-bench", "numpy", "fairscale", "torchsnapshot", "lm-resiliency", "torch_checkpointing")
@@ -165,7 +167,12 @@ def _refuse_first(found: Iterable[Check]) -> None:
 def checks(scenario: Scenario, out: Path) -> list[Check]:
     """Returns all there is to check before a run with its records below `out`: its needs, and what was asked of it."""
     scenario = resolve_device(scenario)
-    asked = (*_check_folders(scenario, out), *_check_faults(scenario, out), *_foresee_losses(scenario))
+    asked = (
+        *_check_folders(scenario, out),
+        *_check_faults(scenario, out),
+        *_foresee_losses(scenario),
+        *_foresee_start(scenario),
+    )
     return [*_needed(scenario), *asked]
 
 
@@ -304,6 +311,18 @@ def _foresee_losses(scenario: Scenario) -> Iterator[Check]:
     if num_nodes >= NUM_LOST and system.every and "peer" in find(system.name).tiers:
         probability = recovery_probability(num_nodes, system.replicas, NUM_LOST)
         yield Check("two nodes lost at once", True, f"recoverable with probability {probability:.1%}", "-")
+
+
+def _foresee_start(scenario: Scenario) -> Iterator[Check]:
+    """Tells how long taking the memory of the store keeps a run from starting, by a sample of it."""
+    cuda, root = scenario.cluster.device == "cuda", Path(scenario.store.root)
+    num_bytes = needs_of(scenario, cuda=cuda).store_bytes
+    with contextlib.suppress(OSError):  # no such folder or no room in it is told by another check
+        if num_bytes and find(scenario.system.name).replicates:
+            rate = populate_rate(root)
+            found = f"at most {format_seconds(num_bytes / rate)} for {format_bytes(num_bytes)}"
+            sample = f"one thread took {format_bytes(rate)} a second of a sample; the threads of all ranks share it"
+            yield Check("start of the store", True, f"{found}: {sample}", "-")
 
 
 def _less_store(scenario: Scenario, root: Path, needs: Needs) -> str:
