@@ -18,11 +18,13 @@ from capricorn.config.fields import MAX_TIMEOUT_S, ByteCount, Option, PathPart, 
 from capricorn.config.planner import PlannerConfig
 from capricorn.hooks import DIRECTIONS, MOMENTS, NO_LAYER, OpKey, matches_op
 from capricorn.topology import Topology, default_expert_parallel
-from capricorn.units import KIB, BytesPerSecond
+from capricorn.units import KIB, MIB, BytesPerSecond
 
 ROUTER = "router"
 MOVED_SECTIONS = ("gemini", "storage", "torchsnapshot", "dcp")
 """Sections of version 0.1 that held settings of some systems."""
+CUDA_BLOCK_BYTES = 32 * MIB
+"""Default of `system.block_bytes` on CUDA: a shard of 20 GB is 600 blocks, and each costs hand-overs of the GIL."""
 MIN_FROZEN_S = 0.5
 """Twice the time between two heartbeats."""
 
@@ -191,7 +193,7 @@ class SystemConfig(SettingsModel):
         default=256 * KIB,
         ge=4096,
         multiple_of=4096,
-        description="Bytes of one checksum, and of one transfer where none is planned",
+        description="Bytes of one checksum, and of one transfer where none is planned; by default 32 MiB on CUDA",
     )
     low_class: bool = Field(default=True, description="Mark checkpoint traffic as of low priority (DSCP CS1)")
     send_buffer_bytes: ByteCount = Field(
