@@ -48,7 +48,7 @@ from capricorn.launch.recorder import Recorder, was_ever_complete
 from capricorn.process import die_with_parent
 from capricorn.records.job_file import Fatal, Job
 from capricorn.runtime.comm.collectives import maximum, share_text
-from capricorn.runtime.comm.device_groups import AbortOnSigterm
+from capricorn.runtime.comm.device_groups import AbortOnSigterm, abort_all, device_backends
 from capricorn.runtime.command_agreement import check_agreement
 from capricorn.runtime.persist.layout import iterations_in
 from capricorn.runtime.schedule.op_clock import Clock, make_clock
@@ -163,6 +163,8 @@ class Worker:
         """Writes down why the attempt ends, and lets a running local copy be completed."""
         with contextlib.suppress(OSError):  # the log may lie on a full disk
             traceback.print_exception(error)
+        with contextlib.suppress(RuntimeError):  # they are gone; what closes below would wait for the device
+            abort_all(device_backends())
         is_hopeless = isinstance(error, CapricornError) and not isinstance(error, TransportError)
         is_hopeless = (is_hopeless and not self._is_training) or isinstance(error, RecordError)
         try:

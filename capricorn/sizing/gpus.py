@@ -43,11 +43,11 @@ for number in range(count.value):
     ask("cuDeviceGet", ctypes.byref(device), number)
     ask("cuDeviceTotalMem_v2", ctypes.byref(total), device)
     ask("cuDeviceGetPCIBusId", address, 32, device)
-    try:
+    try:  # of a part of a GPU (MIG) it is that of the whole
         free = free_bytes(address.value)
     except (OSError, AttributeError):
         free = None
-    found.append({"total_bytes": total.value, "free_bytes": total.value if free is None else free})
+    found.append({"total_bytes": total.value, "free_bytes": min(total.value, total.value if free is None else free)})
 print(json.dumps(found))
 """
 _NO_DEVICE: Final = "cuInit: error 100"

@@ -38,6 +38,8 @@ def set_up_device(kind: str, local_rank: int, cuda: Any = torch.cuda) -> torch.d
     os.environ.update((CUBLAS_WORKSPACE, ASYNC_ERRORS))
     # Some ops have no such way on CUDA: they warn, and a run goes on.
     torch.use_deterministic_algorithms(True, warn_only=True)
+    # With it every new tensor would be filled, also those that are written next.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     cuda.set_device(device)
     bind_near(pci_address(cuda.get_device_properties(device)))
     return device

@@ -9,7 +9,9 @@ import threading
 from pathlib import Path
 
 import pytest
+from capricorn.cli.options import scenario_from
 
+from capricorn.launch import preflight
 from capricorn.runtime.store import populate
 from capricorn.runtime.store.node_store import NodeStore
 from capricorn.runtime.store.populate import make_mapping, populate_rate, takes_advice
@@ -90,3 +92,14 @@ def test_slots_of_all_owners_are_opened_at_once_each_as_if_alone_and_no_thread_i
         assert all(slot.layout == layout for slot in slots)
     store.close()
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("capricorn")]
+
+
+@pytest.mark.parametrize(("system", "told"), [("capricorn", True), ("none", False), ("torch-save", False)])
+def test_before_a_run_it_is_told_how_long_a_store_of_its_size_takes_to_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: str, told: bool
+) -> None:
+    monkeypatch.setattr(preflight, "populate_rate", lambda root: 1e6)
+    scenario = scenario_from(system=system, model="mixtral-tiny", device="cpu")
+    rows = [check for check in preflight.checks(scenario, tmp_path) if check.name == "start of the store"]
+    assert [check.ok for check in rows] == [True] * told
+    assert all(check.found.startswith("at most 12.5 s for 12.5 MB: one thread took 1 MB a second") for check in rows)

@@ -36,6 +36,7 @@ def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, _ in (CUBLAS_WORKSPACE, ASYNC_ERRORS):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     yield
     torch.use_deterministic_algorithms(False)
 
