@@ -274,12 +274,12 @@ def _is_cut(fd: int, layout: Layout) -> bool:
 
 
 def _claimed(fd: int, path: Path, num_bytes: Bytes) -> mmap.mmap:
+    free = os.statvfs(path.parent)  # before we take of it
     try:
         return make_mapping(fd, num_bytes, advised=takes_advice(path.parent.resolve()))
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise StoreError(f"cannot make {path}: {error.strerror}") from None
-        free = os.statvfs(path.parent)
         raise StoreError(
             f"no room for {format_bytes(num_bytes)} in {path.parent}, {format_bytes(free.f_bavail * free.f_frsize)} "
             "are free; enlarge that tmpfs, use fewer --replicas, or set store.root"
