@@ -18,7 +18,7 @@ from capricorn.config.launch_config import LaunchConfig
 from capricorn.config.launcher_environment import launch_options
 from capricorn.config.own_code import absolute
 from capricorn.config.resolve import assign, canonical_key, load_cluster, load_model, note_older, parse_ckpt
-from capricorn.config.scenario import ROUTER, Scenario, TrainConfig
+from capricorn.config.scenario import CUDA_BLOCK_BYTES, ROUTER, Scenario, TrainConfig
 from capricorn.config.setting_list import Setting, options, sections
 from capricorn.errors import ConfigError, note_once
 from capricorn.sizing.scale import scale
@@ -200,7 +200,7 @@ def scenario_from(*, assignments: Sequence[str] = (), settles: bool = True, **gi
     asked = _by_section(values)
     launch = _launch(asked.pop("launch"))
     domains = _cluster(asked.pop("cluster", {}), launch.nnodes)
-    buffers = {"send_buffer_bytes": SEND_BUFFER_BYTES} if domains.is_emulated else {}
+    buffers = {"send_buffer_bytes": SEND_BUFFER_BYTES} if domains.is_emulated else _blocks(domains)
     planner = {"max_chunk_bytes": CHUNK_BYTES} if domains.is_emulated else _planner(domains, launch)
     copies = min(DEFAULT_REPLICAS, domains.nodes)
     length = min(DEFAULT_WARMUP, asked["train"].get("iterations", DEFAULT_ITERATIONS) - 1)
@@ -262,10 +262,18 @@ def _planner(cluster: ClusterConfig, launch: LaunchConfig) -> dict[str, str]:
 
     They move best while it waits, in the all-to-alls: the opposite of what is idle where a network moves them.
     """
+    return {"spans": "none"} if _is_on_cpu(cluster) and not launch.nnodes else {}
+
+
+def _blocks(cluster: ClusterConfig) -> dict[str, int]:
+    """Returns the default of `system.block_bytes` where it is another: a device copies large blocks at once."""
+    return {} if _is_on_cpu(cluster) else {"block_bytes": CUDA_BLOCK_BYTES}
+
+
+def _is_on_cpu(cluster: ClusterConfig) -> bool:
     from capricorn.launch.preflight import num_cuda_devices
 
-    is_cpu = cluster.device == "cpu" or (cluster.device == AUTO and not num_cuda_devices())
-    return {"spans": "none"} if is_cpu and not launch.nnodes else {}
+    return cluster.device == "cpu" or (cluster.device == AUTO and not num_cuda_devices())
 
 
 def _checked(scenario: Scenario) -> Scenario:

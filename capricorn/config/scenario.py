@@ -18,11 +18,13 @@ from capricorn.config.launch_config import LaunchConfig
 from capricorn.config.planner import PlannerConfig
 from capricorn.hooks import DIRECTIONS, MOMENTS, NO_LAYER, OpKey, matches_op
 from capricorn.topology import Topology, default_expert_parallel
-from capricorn.units import KIB, BytesPerSecond
+from capricorn.units import KIB, MIB, BytesPerSecond
 
 ROUTER = "router"
 MOVED_SECTIONS = ("gemini", "storage", "torchsnapshot", "dcp")
 """Sections of version 0.1 that held settings of some systems."""
+CUDA_BLOCK_BYTES = 32 * MIB
+"""Default of `system.block_bytes` on CUDA: a shard of 20 GB is 600 blocks, and each costs hand-overs of the GIL."""
 
 
 class ModelConfig(SettingsModel):
@@ -189,7 +191,7 @@ class SystemConfig(SettingsModel):
         default=256 * KIB,
         ge=4096,
         multiple_of=4096,
-        description="Bytes of one checksum, and of one transfer where none is planned",
+        description="Bytes of one checksum, and of one transfer where none is planned; by default 32 MiB on CUDA",
     )
     low_class: bool = Field(default=True, description="Mark checkpoint traffic as of low priority (DSCP CS1)")
     send_buffer_bytes: ByteCount = Field(
@@ -197,6 +199,9 @@ class SystemConfig(SettingsModel):
     )
     idle_priority: bool = Field(
         default=True, description="Run checkpoint traffic at SCHED_IDLE: on CPU time that nobody else wants"
+    )
+    staging_threads: int = Field(
+        default=1, ge=1, le=64, description="Threads of a rank that copy and hash a checkpoint beside training"
     )
     timeout_s: Timeout = Field(default=30.0, description="Seconds to wait at most for a peer")
     max_lost: int = Field(

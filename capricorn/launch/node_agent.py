@@ -55,7 +55,7 @@ from capricorn.launch.launch_messages import (
 )
 from capricorn.launch.nodes import FAILED
 from capricorn.launch.rank_context import ForkedContext
-from capricorn.launch.restart_policy import SilenceWatchdog
+from capricorn.launch.restart_policy import SilenceWatchdog, start_patience_s
 from capricorn.process import KILL_TIMEOUT_S, AwakeClock, die_with_parent, tell_undead, thread_states
 from capricorn.records.job_file import Job
 from capricorn.runtime.persist.writer_process import WriterStarter
@@ -65,6 +65,8 @@ HEARTBEAT_S: Final = 0.25
 """Between two heartbeats of a rank to its node, and of a node to the launcher."""
 LEAVE_S: Final = 1.0
 """How long a rank may take to leave an attempt by itself before it is killed and forked anew."""
+CUDA_LEAVE_S: Final = 10.0
+"""The same on CUDA, where communicators are aborted and kernels run to their end first."""
 STOP_S: Final = 1.0
 """How long the ranks may take to end at the end of the run."""
 
@@ -142,7 +144,9 @@ class NodeAgent:
         self._ranks = job.scenario.topology.ranks_of(node)
         self._processes: dict[int, RankProcess] = {}
         self._attempt = -1
-        self._silence = SilenceWatchdog[int](job.scenario.launch.frozen_s)
+        scenario = job.scenario
+        self._silence = SilenceWatchdog[int](scenario.launch.frozen_s, start_patience_s(scenario.cluster.device))
+        self._leave_s = CUDA_LEAVE_S if scenario.cluster.device == "cuda" else LEAVE_S
         self._board = mmap.mmap(-1, mmap.PAGESIZE)
         self._heartbeats = memoryview(self._board).cast("d")
         """Shared with the ranks: another number with each heartbeat, by local rank."""
@@ -191,7 +195,7 @@ class NodeAgent:
             elif process.state is RankState.LEFT:
                 self._send_on(process)
             elif process.state is not RankState.KILLED:
-                process.state, process.due_s = RankState.LEAVING, self._awake() + LEAVE_S
+                process.state, process.due_s = RankState.LEAVING, self._awake() + self._leave_s
                 process.signal(signal.SIGTERM)
 
     def _start(self, rank: int) -> None:

@@ -1,10 +1,11 @@
 """Looks at this machine before anything starts: the environment of a record, the checks of doctor, the refusals of run.
 
-Imports no torch and starts no process but git.
+Imports no torch, and starts no process but git and the one that asks the driver for GPUs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -28,12 +29,14 @@ from capricorn.faults.feasibility import why_not_here
 from capricorn.planner.placement import recovery_probability
 from capricorn.records.samples import Environment
 from capricorn.runtime.comm.addresses import LOOPBACK, check_endpoint, why_no_endpoint, why_no_loopback
+from capricorn.runtime.store.populate import populate_rate
+from capricorn.sizing.gpus import find_gpus
 from capricorn.sizing.memory import NUM_SLOTS, Needs, needs_of
 from capricorn.sizing.memory_limit import available_memory
 from capricorn.sizing.written_folders import written_folders
 from capricorn.systems.registry import SYSTEMS, find
 from capricorn.systems.settings import file_settings_of
-from capricorn.units import KIB, MIB, Bytes, format_bytes
+from capricorn.units import KIB, MIB, Bytes, count_noun, format_bytes, format_seconds
 
 MIN_PYTHON = (3, 11)
 PACKAGES = ("torch", "capricorn-bench", "numpy", "fairscale", "torchsnapshot", "lm-resiliency", "torch_checkpointing")
@@ -43,6 +46,10 @@ BASE_ADDRESS_BYTES: Bytes = 1400 * MIB
 """Address space of a rank: libraries, and what its threads reserve for stacks and heaps."""
 BASE_FILE_BYTES: Bytes = 32 * MIB
 """Size of the largest file whatever the model: its tokens."""
+
+CUDA_BYTES: Bytes = 2048 * MIB
+"""Memory of a GPU that no formula counts: CUDA's context, workspaces of cuBLAS, buffers of NCCL, gaps of the allocator.
+An allowance, not measured."""
 
 NUM_LOST = 2
 
@@ -118,13 +125,8 @@ def _read(path: Path) -> str:
 
 
 def num_cuda_devices() -> int:
-    """Returns how many CUDA devices the installed torch could use, without importing it."""
-    if "+cpu" in _version("torch"):
-        return 0
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return sum(1 for name in visible.split(",") if name.strip() and name.strip() != "-1")
-    return sum(1 for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
+    """Returns how many CUDA devices the installed torch can use, by the driver and not by what a variable says."""
+    return len(find_gpus().found)
 
 
 def resolve_device(scenario: Scenario) -> Scenario:
@@ -187,7 +189,12 @@ def _refuse_first(found: Iterable[Check]) -> None:
 def checks(scenario: Scenario, out: Path) -> list[Check]:
     """Returns all there is to check before a run with its records below `out`: its needs, and what was asked of it."""
     scenario = resolve_device(scenario)
-    asked = (*_check_folders(scenario, out), *_check_faults(scenario, out), *_foresee_losses(scenario))
+    asked = (
+        *_check_folders(scenario, out),
+        *_check_faults(scenario, out),
+        *_foresee_losses(scenario),
+        *_foresee_start(scenario),
+    )
     return [*_needed(scenario), *asked]
 
 
@@ -204,7 +211,7 @@ def _needed(scenario: Scenario) -> Iterator[Check]:
     yield _check_torch()
     yield _check_system(scenario.system.name, is_needed=True)
     if cuda:
-        yield _check_cuda(scenario)
+        yield from _check_cuda(scenario, needs)
     yield from _check_folders_of_process()
     yield _check_files(scenario)
     yield from _check_limits(scenario, needs)
@@ -233,9 +240,25 @@ def _check_system(name: str, *, is_needed: bool) -> Check:
     return Check(f"system {name}", ok, "there" if ok else "missing", "its module", f"reinstall: no module {module}")
 
 
-def _check_cuda(scenario: Scenario) -> Check:
-    found = num_cuda_devices()
-    return Check("cuda", found > 0, f"{found} devices", "a CUDA device and a torch built for it", "use --device cpu")
+def _check_cuda(scenario: Scenario, needs: Needs) -> Iterator[Check]:
+    """Checks whether each rank of this machine has a GPU of its own, and room on it."""
+    gpus, ranks = find_gpus(), _ranks_here(scenario)
+    found = f"{count_noun(len(gpus.found), 'GPU')}{f' ({gpus.why_none})' if gpus.why_none else ''}"
+    advice = "use fewer --nodes or --ranks-per-node, or --device cpu" if gpus.found else "use --device cpu"
+    needed = f"a GPU for each of {count_noun(ranks, 'rank')} on this machine"
+    yield Check("cuda", len(gpus.found) >= ranks, found, needed, advice)
+    if gpus.found:
+        least = min(gpu.free_bytes for gpu in gpus.found[:ranks])
+        needed_bytes = needs.device_bytes + CUDA_BYTES
+        yield Check(
+            "GPU memory", least >= needed_bytes, f"{format_bytes(least)} free", f"{format_bytes(needed_bytes)} a rank",
+            "use a smaller --model or model.batch_size, or end what else is on the GPU",
+        )  # fmt: skip
+
+
+def _ranks_here(scenario: Scenario) -> int:
+    """Returns how many ranks this machine runs: those of all nodes, unless they are real machines."""
+    return scenario.cluster.ranks_per_node if scenario.launch.nnodes else scenario.topology.world_size
 
 
 def _check_files(scenario: Scenario) -> Check:
@@ -326,6 +349,18 @@ def _foresee_losses(scenario: Scenario) -> Iterator[Check]:
     if num_nodes >= NUM_LOST and system.every and "peer" in find(system.name).tiers:
         probability = recovery_probability(num_nodes, system.replicas, NUM_LOST)
         yield Check("two nodes lost at once", True, f"recoverable with probability {probability:.1%}", "-")
+
+
+def _foresee_start(scenario: Scenario) -> Iterator[Check]:
+    """Tells how long taking the memory of the store keeps a run from starting, by a sample of it."""
+    cuda, root = scenario.cluster.device == "cuda", Path(scenario.store.root)
+    num_bytes = needs_of(scenario, cuda=cuda).store_bytes
+    with contextlib.suppress(OSError):  # no such folder or no room in it is told by another check
+        if num_bytes and find(scenario.system.name).replicates:
+            rate = populate_rate(root)
+            found = f"at most {format_seconds(num_bytes / rate)} for {format_bytes(num_bytes)}"
+            sample = f"one thread took {format_bytes(rate)} a second of a sample; the threads of all ranks share it"
+            yield Check("start of the store", True, f"{found}: {sample}", "-")
 
 
 def _less_store(scenario: Scenario, root: Path, needs: Needs) -> str:

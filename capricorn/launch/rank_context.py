@@ -18,6 +18,7 @@ from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[a
 
 from capricorn.records.job_file import ATTEMPT, Job
 from capricorn.runtime.comm.collectives import maximum
+from capricorn.runtime.comm.device_groups import abort_all, device_backends
 from capricorn.runtime.persist.writer_process import WriterStarter
 
 COLLECTIVE_TIMEOUT: Final = timedelta(seconds=120)
@@ -132,8 +133,10 @@ def shut_down_process_groups() -> None:
     """Shuts down all process groups, also those that wait for a dead peer; nothing may refer to them any more.
 
     gloo cannot be told to give up: what is queued goes on in threads of its own, would write into tensors that have
-    been restored meanwhile, and a group that ends waits for it. Without connections all of it fails at once.
+    been restored meanwhile, and a group that ends waits for it. Without connections all of it fails at once. NCCL can
+    be told, and must be first, while its connections are there.
     """
+    abort_all(device_backends())
     for fd in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):  # it is not connected, or was that of the listing
             if stat.S_ISSOCK(os.fstat(fd).st_mode):

@@ -27,6 +27,7 @@ from capricorn.records.samples import (
     append,
     read_samples,
 )
+from capricorn.runtime.schedule.op_clock import Clock, CpuClock
 from capricorn.systems.interface import CheckpointSystem, Counters, RestoreReport
 from capricorn.trainer.loop import TrainedIteration
 from capricorn.units import Bytes, Seconds
@@ -39,9 +40,27 @@ PERSISTS: Final = ("persisted", "failed_persists", "skipped_persists")
 class Recorder(TrainerHook):
     """Listens to the trainer and writes between iterations, outside of what is timed."""
 
-    def __init__(self, job: Job, rank: int, attempt: int, system: CheckpointSystem, pacer: Pacer | None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        rank: int,
+        attempt: int,
+        system: CheckpointSystem,
+        pacer: Pacer | None,
+        clock: Clock | None = None,
+    ) -> None:
+        """Writes nothing yet.
+
+        Args:
+            job: whose records they are.
+            rank: of this process.
+            attempt: counts the starts of the job.
+            system: what is asked for what it has done.
+            pacer: what is asked for how well computing was paced, if it is.
+            clock: tells when an op is reached that was launched; by default at once, as on the CPU.
+        """
         self._job, self._dir, self._rank, self._attempt, self._system = job, job.run_dir, rank, attempt, system
-        self._pacer = pacer
+        self._pacer, self._clock = pacer, clock or CpuClock()
         self._tokens, self._num_experts = job.scenario.model.tokens_per_rank, job.scenario.model.num_experts
         self._every = job.scenario.system.every
         self._timeline_every = job.scenario.train.timeline_every
@@ -57,11 +76,11 @@ class Recorder(TrainerHook):
 
     def on_op_begin(self, op: OpKey) -> None:
         if self._is_sampled:
-            self._open_ops[op] = time.perf_counter()
+            self._clock.at(lambda now_s: self._open_ops.__setitem__(op, now_s))
 
     def on_op_end(self, op: OpKey) -> None:
         if self._is_sampled:
-            self._ops.append((op, self._open_ops.pop(op), time.perf_counter()))
+            self._clock.at(lambda now_s: self._ops.append((op, self._open_ops.pop(op), now_s)))
 
     def on_routed(self, layer: int, tokens_per_expert: Sequence[int]) -> None:
         if self._rank == 0:
@@ -135,6 +154,7 @@ class Recorder(TrainerHook):
     def _write_timeline(self) -> None:
         chunks = self._system.take_events()
         if self._is_sampled:
+            self._clock.settle()
             for op, begin_s, end_s in self._ops:
                 self._write_op(op.layer, op.direction, op.kind, begin_s, end_s)
             for chunk in chunks:

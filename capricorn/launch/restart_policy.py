@@ -23,6 +23,8 @@ PATIENCE_ITERATIONS: Final = 10
 """A run is stuck after this many times the longest iteration so far."""
 START_PATIENCE_S: Final[Seconds] = 60.0
 """How long a process may be silent that starts: it imports or waits for a device, and lets no thread run meanwhile."""
+CUDA_START_PATIENCE_S: Final[Seconds] = 180.0
+"""The same on CUDA: ranks that load its libraries at once, pin the store and make communicators take longer."""
 STARVED_FACTOR: Final = 4
 """A silent process that the machine does not let run has this many times the patience for one that sleeps."""
 
@@ -106,9 +108,9 @@ class ProgressWatchdog:
 class SilenceWatchdog(Generic[Key]):
     """Which of those that are watched have said nothing for too long."""
 
-    def __init__(self, frozen_s: Seconds) -> None:
-        """Watches nobody yet; `frozen_s` is how long one may be silent that is at work."""
-        self._frozen_s = frozen_s
+    def __init__(self, frozen_s: Seconds, start_s: Seconds = START_PATIENCE_S) -> None:
+        """Watches nobody yet; one may be silent for `frozen_s` that is at work, and for `start_s` that starts."""
+        self._frozen_s, self._start_s = frozen_s, start_s
         self._heard_s: dict[Key, Seconds] = {}
         self._starting: set[Key] = set()
 
@@ -127,24 +129,29 @@ class SilenceWatchdog(Generic[Key]):
         """
         silences_s = {key: now_s - heard_s for key, heard_s in self._heard_s.items()}
         patiences_s = {
-            key: patience_s(self._frozen_s, states_of(key), is_starting=key in self._starting)
+            key: patience_s(self._frozen_s, states_of(key), start_s=self._start_s if key in self._starting else None)
             for key, silence_s in silences_s.items()
             if silence_s > self._frozen_s
         }
         return {key: patience_s for key, patience_s in patiences_s.items() if silences_s[key] > patience_s}
 
 
-def patience_s(frozen_s: Seconds, states: str, *, is_starting: bool) -> Seconds:
-    """Returns for how long a process may be silent, by the states of its threads:
+def patience_s(frozen_s: Seconds, states: str, *, start_s: Seconds | None) -> Seconds:
+    """Returns for how long a process may be silent, by the states of its threads; `start_s` is of one that starts.
 
     | threads                       | starts             | is at work                    |
     |-------------------------------|--------------------|-------------------------------|
     | are stopped                   | `frozen_s`         | `frozen_s`                    |
-    | one would run if it were let  | `START_PATIENCE_S` | `STARVED_FACTOR` x `frozen_s` |
-    | all sleep                     | `START_PATIENCE_S` | `frozen_s`                    |
+    | one would run if it were let  | `start_s`          | `STARVED_FACTOR` x `frozen_s` |
+    | all sleep                     | `start_s`          | `frozen_s`                    |
     """
     if is_stopped(states):
         return frozen_s
-    if is_starting:
-        return max(frozen_s, START_PATIENCE_S)
+    if start_s is not None:
+        return max(frozen_s, start_s)
     return frozen_s if set(states).isdisjoint("RD") else STARVED_FACTOR * frozen_s
+
+
+def start_patience_s(device: str) -> Seconds:
+    """Returns for how long a rank that starts on that device may be silent."""
+    return CUDA_START_PATIENCE_S if device == "cuda" else START_PATIENCE_S

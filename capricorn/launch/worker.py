@@ -48,10 +48,13 @@ from capricorn.launch.recorder import Recorder, was_ever_complete
 from capricorn.process import die_with_parent
 from capricorn.records.job_file import Fatal, Job
 from capricorn.runtime.comm.collectives import maximum, share_text
+from capricorn.runtime.comm.device_groups import AbortOnSigterm, abort_all, device_backends
 from capricorn.runtime.persist.layout import iterations_in
+from capricorn.runtime.schedule.op_clock import Clock, make_clock
 from capricorn.systems.interface import CheckpointSystem, JobContext
 from capricorn.systems.registry import load_system
 from capricorn.systems.settings import settings_of
+from capricorn.trainer.device_setup import set_up_device
 from capricorn.trainer.loop import StallMeter, Trainer
 from capricorn.trainer.training import RankTraining
 
@@ -127,6 +130,8 @@ class Worker:
         self._pacer = Pacer(emulation.pace, model, self._rank, job.scenario.topology) if emulation else None
         self._routes = self._open_routes()
         self._training: RankTraining | None = None
+        self._its_device: torch.device | None = None
+        self._clock: Clock | None = None
         self._iteration = 0
         self._is_training = False
         self._reset()
@@ -156,6 +161,8 @@ class Worker:
         """Writes down why the attempt ends, and lets a running local copy be completed."""
         with contextlib.suppress(OSError):  # the log may lie on a full disk
             traceback.print_exception(error)
+        with contextlib.suppress(RuntimeError):  # they are gone; what closes below would wait for the device
+            abort_all(device_backends())
         is_hopeless = isinstance(error, CapricornError) and not isinstance(error, TransportError)
         is_hopeless = (is_hopeless and not self._is_training) or isinstance(error, RecordError)
         try:
@@ -184,24 +191,31 @@ class Worker:
         shut_down_process_groups()
 
     def _reset(self) -> None:
-        """Forgets the attempt before this one; each has a system and a recorder of its own."""
+        """Forgets the attempt before this one; each has a system, a clock and a recorder of its own."""
+        if self._clock is not None:
+            self._clock.close()
+            self._clock = None
         self._system: CheckpointSystem = load_system(self._job.scenario.system.name)()
         self._recorder = Recorder(self._job, self._rank, self._context.attempt, self._system, self._pacer)
         self._iteration = 0
         self._is_training = False
 
     def _device(self) -> torch.device:
-        if self._job.scenario.cluster.device != "cuda":
-            return torch.device("cpu")
-        device = torch.device("cuda", self._rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-        return device
+        """Returns the device, which is set up for the first attempt of this process."""
+        if self._its_device is None:
+            scenario = self._job.scenario
+            on_machine = self._rank % scenario.cluster.ranks_per_node if scenario.launch.nnodes else self._rank
+            self._its_device = set_up_device(scenario.cluster.device, on_machine)
+            if self._its_device.type == "cuda":
+                AbortOnSigterm()  # until this process ends
+        return self._its_device
 
     def _rendezvous(self, device: torch.device) -> None:
         """Meets the other ranks, and learns how often the job has started; collective."""
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         self._control, self._attempt = self._context.rendezvous(backend)
-        self._recorder = Recorder(self._job, self._rank, self._attempt, self._system, self._pacer)
+        self._clock = make_clock(device)
+        self._recorder = Recorder(self._job, self._rank, self._attempt, self._system, self._pacer, self._clock)
 
     def _attach(self, device: torch.device) -> None:
         """Makes all that trains, and attaches the system to it; collective."""

@@ -90,9 +90,8 @@ class ReplicatingSystem(CheckpointSystem):
             tier.refuse_other_state()
         mine = [job.rank, *owners]
         layouts = agree_on_layouts(job.control_group, store, state, mine, job.config.block_bytes)
-        slots = store.open_slots(job.rank, layouts[job.rank], self._persister.num_slots)
-        for owner in owners:
-            store.open_slots(owner, layouts[owner])
+        store.open_all({owner: layouts[owner] for owner in mine}, {job.rank: self._persister.num_slots})
+        slots = store.open_slots(job.rank, layouts[job.rank])
         me = Identity(job.run_id, job.attempt, share_secret(job.control_group))
         deadline_s, idle_priority = self._timeout_s, job.config.idle_priority
         self._server = ReplicaServer(
@@ -114,6 +113,7 @@ class ReplicatingSystem(CheckpointSystem):
             gate=gate,
             timeout_s=deadline_s,
             idle_priority=idle_priority,
+            staging_threads=job.config.staging_threads,
             live=live,
         )
         self._commit_tracker = CommitTracker[ReplicatedSave](job.control_group)

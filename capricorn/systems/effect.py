@@ -106,6 +106,7 @@ _CONDITIONS: Final[Mapping[str, tuple[Condition, ...]]] = MappingProxyType({
     "system.low_class": (KEEPS_COPIES, IS_ON, SENDS),
     "system.send_buffer_bytes": (KEEPS_COPIES, IS_ON, SENDS),
     "system.idle_priority": (KEEPS_COPIES, IS_ON),
+    "system.staging_threads": (KEEPS_COPIES, IS_ON),
     "system.max_lost": (KEEPS_COPIES, IS_ON),
     "planner.spans": (KEEPS_COPIES, IS_ON, SENDS),
     **{f"planner.{key}": _PLANNED for key in ("replan", "gate", "risk", "max_chunk_bytes", "profile_iterations")},

@@ -115,7 +115,8 @@ _GEMINI: Final = {"ignores": _PLANNING, "profiles_first": True, "tunes": "mu",
                   "toy": {"options": {"profile_iterations": 2, "mu": 0.8}}}  # fmt: skip
 # Its replicas leave through sockets of the library.
 _SOCKETS: Final = frozenset(
-    f"system.{field}" for field in ("block_bytes", "low_class", "send_buffer_bytes", "idle_priority", "max_lost")
+    f"system.{field}"
+    for field in ("block_bytes", "low_class", "send_buffer_bytes", "idle_priority", "staging_threads", "max_lost")
 )
 _FILES: Final = {"settings": "capricorn.systems.settings:FileSettings"}
 

@@ -6,6 +6,7 @@ import pytest
 
 from capricorn.launch.nodes import GaveUpError
 from capricorn.launch.restart_policy import (
+    CUDA_START_PATIENCE_S,
     FIRST_ITERATION_PATIENCE_S,
     START_PATIENCE_S,
     STARVED_FACTOR,
@@ -13,6 +14,7 @@ from capricorn.launch.restart_policy import (
     RestartBudget,
     SilenceWatchdog,
     patience_s,
+    start_patience_s,
 )
 
 LEAST_PATIENCE_S = 45.0
@@ -134,9 +136,19 @@ def test_one_that_starts_has_its_own_patience_until_it_says_that_it_is_at_work()
     ],
 )
 def test_patience_is_for_those_that_cannot_help_it(states: str, starting_s: float, working_s: float) -> None:
-    assert patience_s(FROZEN_S, states, is_starting=True) == starting_s
-    assert patience_s(FROZEN_S, states, is_starting=False) == working_s
+    assert patience_s(FROZEN_S, states, start_s=START_PATIENCE_S) == starting_s
+    assert patience_s(FROZEN_S, states, start_s=None) == working_s
 
 
 def test_a_longer_patience_that_was_asked_for_is_not_cut_at_the_start() -> None:
-    assert patience_s(500.0, "S", is_starting=True) == 500.0
+    assert patience_s(500.0, "S", start_s=START_PATIENCE_S) == 500.0
+
+
+def test_a_rank_that_starts_on_cuda_may_be_silent_longer_and_no_longer_than_others_once_it_works() -> None:
+    silence = SilenceWatchdog[int](FROZEN_S, start_patience_s("cuda"))
+    silence.heard(0, 0.0, is_starting=True)
+    assert not silence.silent(CUDA_START_PATIENCE_S - 1, lambda key: "S")
+    assert silence.silent(CUDA_START_PATIENCE_S + 1, lambda key: "S") == {0: CUDA_START_PATIENCE_S}
+    silence.heard(0, 500.0)
+    assert silence.silent(500.0 + FROZEN_S + 1, lambda key: "S") == {0: FROZEN_S}
+    assert start_patience_s("cpu") == START_PATIENCE_S < CUDA_START_PATIENCE_S

@@ -43,6 +43,7 @@ from tests.runtime.test_planned_system import Training
 from tests.stats.test_run_summary import sample
 from tests.support.plans import overflow_bytes
 from tests.support.spawn import run_ranks
+from tests.support.states import staged_blocks
 
 KIB = 1 << 10
 LINK = LinkModel(0.001, 1e6)
@@ -232,12 +233,12 @@ def test_the_live_source_reads_what_a_slot_would_hold(tmp_path: Path, buffer_byt
     state = odd_state()
     layout = Layout(state.num_bytes, 4096, state.digest)
     slot = Slot(tmp_path / "slot", 0, layout)
-    list(CpuStager(state, [slot]).copy(slot))
+    list(staged_blocks(CpuStager(state, [slot]), slot))
     cpu = torch.device("cpu")
     live = LiveSource(state, layout, cpu, buffer_bytes=buffer_bytes, num_buffers=num_buffers)
     for change in (0.0, 1.0):
         state.tensors["a"].add_(change)
-        list(CpuStager(state, [slot]).copy(slot))
+        list(staged_blocks(CpuStager(state, [slot]), slot))
         live.begin()
         for index in range(layout.num_blocks):
             block = layout.block(index)
@@ -251,7 +252,7 @@ def test_the_local_copy_is_made_while_training_communicates_and_at_no_other_time
     state = odd_state()
     slot = Slot(tmp_path / "slot", 0, Layout(state.num_bytes, 4096, state.digest))
     stager = CutStager(CpuStager(state, [slot]), patience_s=0.01)
-    blocks = stager.copy(slot)
+    blocks = staged_blocks(stager, slot)
     begin = time.monotonic()
     assert next(blocks) == 0
     assert time.monotonic() - begin >= 0.01  # shut, so only patience let it pass

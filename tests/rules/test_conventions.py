@@ -27,7 +27,6 @@ ENVIRONMENT = {
     "SECRET": "CAPRICORN_SECRET, which must stand on no command line, where others would see it",
     "XDG_CACHE_HOME": "where a user keeps caches; tokens are the only thing cached",
     "HOME": "where they are by default; one that is empty or relative is none, which Path.home does not tell",
-    "CUDA_VISIBLE_DEVICES": "the devices torch will see, counted without the cost of importing torch",
 }
 
 PICKLE_MODULES = (

@@ -20,7 +20,7 @@ from capricorn.runtime.comm.replica_link import ReplicaLink, Source
 from capricorn.runtime.comm.replica_server import ReplicaServer
 from capricorn.runtime.save.executor import Executor, Outage
 from capricorn.runtime.save.live_source import LiveSource
-from capricorn.runtime.save.staging import CpuStager
+from capricorn.runtime.save.staging import CpuStager, Piece
 from capricorn.runtime.schedule.gate import Gate
 from capricorn.runtime.store.node_store import NodeStore
 from capricorn.runtime.store.slot import Layout, Slot
@@ -37,7 +37,9 @@ CLOSED = Limit(0.0, 0)
 class Rank:
     """An owner with an executor, and the holder of its replica."""
 
-    def __init__(self, folder: Path, timeout_s: float = DEADLINE_S, *, is_reactive: bool = True) -> None:
+    def __init__(
+        self, folder: Path, timeout_s: float = DEADLINE_S, *, is_reactive: bool = True, staging_threads: int = 1
+    ) -> None:
         topology = Topology(2, 1)
         self.weights = torch.arange(SIZE, dtype=torch.float32)
         self.state = state = FlatState({"w": self.weights})
@@ -58,7 +60,15 @@ class Rank:
         self.gate = Gate(is_reactive=is_reactive, patience_s=timeout_s / 2)
         stager = CpuStager(state, slots)
         self.executor = Executor(
-            self.store, OWNER, 0, stager, [self.link], gate=self.gate, timeout_s=timeout_s, idle_priority=False
+            self.store,
+            OWNER,
+            0,
+            stager,
+            [self.link],
+            gate=self.gate,
+            timeout_s=timeout_s,
+            idle_priority=False,
+            staging_threads=staging_threads,
         )
 
     def plan(self, cuts: Sequence[int], limits: tuple[Limit, ...] = ()) -> Plan:
@@ -79,9 +89,9 @@ class Rank:
         self.server.close()
 
 
-@pytest.fixture
-def rank(tmp_path: Path) -> Iterator[Rank]:
-    rank = Rank(tmp_path)
+@pytest.fixture(params=[1, 3], ids=["one staging thread", "three staging threads"])
+def rank(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Rank]:
+    rank = Rank(tmp_path, staging_threads=request.param)
     yield rank
     rank.close()
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("capricorn")]
@@ -319,10 +329,10 @@ class FailingStager(CpuStager):
 
     failure: BaseException | None = None
 
-    def copy(self, slot: Slot) -> Iterator[int]:
-        failure, self.failure = self.failure, None
-        for index in super().copy(slot):
-            if failure is not None and index:
+    def copy(self, pieces: Iterator[Piece]) -> Iterator[int]:
+        for index in super().copy(pieces):
+            if index and self.failure is not None:
+                failure, self.failure = self.failure, None
                 raise failure
             yield index
 
@@ -331,13 +341,14 @@ class FailingStager(CpuStager):
 def test_any_end_of_a_staging_is_a_failed_save_with_its_cause_and_the_next_one_completes(
     rank: Rank, failure: BaseException
 ) -> None:
-    stager = FailingStager(rank.state, rank.slots)
+    stager = FailingStager(rank.state, rank.slots, BLOCK)
     stager.failure, rank.executor._stager = failure, stager
     save = rank.executor.start(1, None, rank.plan([]))
     assert save.wait_staged(DEADLINE_S)
     assert save.wait_settled(DEADLINE_S)
     assert not save.is_complete
     assert f"staging: {type(failure).__name__}: " in save.failures[0]
+    assert rank.store.iterations(OWNER) == []
     save = rank.executor.start(2, None, rank.plan([]))
     assert save.wait_settled(DEADLINE_S)
     assert save.is_complete, save.failures

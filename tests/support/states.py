@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from capricorn.runtime.save.staging import Stager
+from capricorn.runtime.store.slot import Slot
 from capricorn.systems.tensor_bytes import DTYPES
 
 SHAPES = st.lists(st.sampled_from([0, 1, 2, 3, 7, 64]), max_size=4).map(tuple)
@@ -165,3 +167,8 @@ def givens(draw: st.DrawFn, kinds: tuple[str, ...] = KEPT + REFUSED) -> Given:
         if is_refused(kind, tensors[name], base):
             refused.add(name)
     return Given(tensors, frozenset(refused))
+
+
+def staged_blocks(stager: Stager, slot: Slot) -> Iterator[int]:
+    """Stages the state into a slot on this thread; yields the index of each block once it is there."""
+    return stager.copy(stager.pieces(slot))

@@ -18,14 +18,14 @@ from capricorn.runtime.store.slot import Layout, Slot, checksum
 from capricorn.systems.flat_state import FlatState
 from capricorn.systems.small_values import ALIGNMENT
 from capricorn.systems.tensor_bytes import DTYPES
-from tests.support.states import SHAPES, bits, fingerprint, random_bits, wreck
+from tests.support.states import SHAPES, bits, fingerprint, random_bits, staged_blocks, wreck
 
 
 def stage(state: FlatState, folder: Path, block_bytes: int = 4096) -> Slot:
     """A slot that holds the state, written as the staging thread writes it."""
     slot = Slot(folder / "owner0.slot0", 0, Layout(state.num_bytes, block_bytes, state.digest))
     slot.begin(1, 0)
-    for index in CpuStager(state, [slot]).copy(slot):
+    for index in staged_blocks(CpuStager(state, [slot]), slot):
         slot.table[index] = checksum(slot.payload[slot.layout.block(index)])
     slot.commit()
     return slot
@@ -150,7 +150,7 @@ def test_a_tensor_that_moves_is_followed_to_where_it_is(tmp_path: Path, move: Ca
     stager = CpuStager(state, [slot])
     move(p)
     state.capture()
-    list(stager.copy(slot))
+    list(staged_blocks(stager, slot))
     with torch.no_grad():
         p.fill_(0), other.fill_(0)
     state.load(payload_of(slot))

@@ -1,4 +1,4 @@
-"""Carries out plans: one thread stages a checkpoint into its slot, and one thread for each holder sends it.
+"""Carries out plans: one thread or more stage a checkpoint into its slot, and one thread for each holder sends it.
 
 The threads run beside training and only copy, checksum and make system calls. Knows no collective: what is complete on
 all ranks is decided elsewhere. The states of a save stand in `save.save`.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 
 from capricorn.errors import CapricornError, StoreError, TransportError, in_words
@@ -20,10 +20,11 @@ from capricorn.runtime.comm.replica_link import ReplicaLink, Source
 from capricorn.runtime.deadline import Deadline
 from capricorn.runtime.save.live_source import LiveSource
 from capricorn.runtime.save.save import ReplicatedSave
-from capricorn.runtime.save.staging import Stager
+from capricorn.runtime.save.staging import Piece, Stager
+from capricorn.runtime.save.staging_team import StagingTeam
 from capricorn.runtime.schedule.gate import Admission, Gate
 from capricorn.runtime.store.node_store import NodeStore
-from capricorn.runtime.store.slot import checksum
+from capricorn.runtime.store.slot import Slot, checksum
 from capricorn.runtime.watched_thread import WatchedThread
 from capricorn.systems.interface import ChunkEvent
 from capricorn.units import Bytes, Seconds, format_seconds
@@ -110,6 +111,7 @@ class Executor:
         gate: Gate,
         timeout_s: Seconds,
         idle_priority: bool,
+        staging_threads: int = 1,
         live: LiveSource | None = None,
     ) -> None:
         """Starts the threads.
@@ -123,6 +125,7 @@ class Executor:
             gate: lets chunks pass.
             timeout_s: deadline of every wait.
             idle_priority: whether the senders run at SCHED_IDLE.
+            staging_threads: how many threads copy and hash a checkpoint.
             live: the live state, if replicas are sent from it; otherwise they are sent from the slot, block by block.
         """
         self._live = live
@@ -141,6 +144,7 @@ class Executor:
         self._has_idle_priority = idle_priority
         self._to_stage: SimpleQueue[ReplicatedSave | None] = SimpleQueue()
         self._to_send: list[SimpleQueue[ReplicatedSave | None]] = [SimpleQueue() for _ in links]
+        self._team = StagingTeam(staging_threads)
         self._threads = [WatchedThread(target=self._stage_loop, name="capricorn-stage", daemon=True)]
         for link, queue in zip(links, self._to_send, strict=True):
             name = f"capricorn-send-{link.holder}"
@@ -226,6 +230,7 @@ class Executor:
         deadline = Deadline(self._timeout_s)
         for thread in self._threads[1:]:
             thread.join(deadline.left_s)
+        self._team.close(deadline)
         self._stager.close()
 
     def _stage_loop(self) -> None:
@@ -244,12 +249,21 @@ class Executor:
         slot = save.slot = self._store.begin(self._owner, save.iteration, save.keep, self._attempt)
         for queue in self._to_send:
             queue.put(save)
-        for index in self._stager.copy(slot):
-            slot.table[index] = checksum(slot.payload[slot.layout.block(index)])
-            save.advance(index + 1)
-        self._store.commit(slot)
+        pieces = self._stager.pieces(slot)
+        self._team.run(lambda: self._stage_pieces(save, slot, pieces))
+        self._store.commit(slot)  # all threads are done, and none has failed
         self.staged_bytes += slot.layout.payload_bytes
         self._note("stage", save, begin_s, slot.layout.payload_bytes)
+
+    def _stage_pieces(self, save: ReplicatedSave, slot: Slot, pieces: Iterator[Piece]) -> None:
+        """Copies and hashes pieces until none is left; several threads share them."""
+        try:
+            for index in self._stager.copy(pieces):
+                slot.table[index] = checksum(slot.payload[slot.layout.block(index)])
+                save.note_staged(index)
+        except BaseException:
+            deque(pieces, maxlen=0)  # what the others have not begun is in vain
+            raise
 
     def _send_loop(self, link: ReplicaLink, queue: SimpleQueue[ReplicatedSave | None]) -> None:
         if self._has_idle_priority:

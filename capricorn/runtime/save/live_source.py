@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from capricorn.runtime.save.staging import Stager
+from capricorn.runtime.save.staging import Piece, Stager
 from capricorn.runtime.store.slot import Layout, Slot, checksum
 from capricorn.systems.flat_state import FlatState, Run
 from capricorn.systems.tensor_bytes import flat_bytes
@@ -163,8 +163,11 @@ class CutStager:
     def mark(self) -> None:
         self._stager.mark()
 
-    def copy(self, slot: Slot) -> Iterator[int]:
-        blocks = self._stager.copy(slot)
+    def pieces(self, slot: Slot) -> Iterator[Piece]:
+        return self._stager.pieces(slot)
+
+    def copy(self, pieces: Iterator[Piece]) -> Iterator[int]:
+        blocks = self._stager.copy(pieces)
         while True:
             self._may_copy.wait(self._patience_s)
             index = next(blocks, None)

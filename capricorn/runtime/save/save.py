@@ -5,7 +5,7 @@
                there is no object yet, only the iteration (with `max_lost` = 1
                the update waits instead)
     staging    `Executor.start`: the local slot is WRITING, block after block is   training thread, then stager
-               copied from the live state
+               copied from the live state, by one thread or several
     local      the slot is COMPLETE (`finish_staging`); the next update may begin  stager
     sending    beside staging: holder after holder takes its turn (`wait_turn`),   one sender for each holder
                is sent each block once it is staged, and acknowledges the whole
@@ -61,6 +61,9 @@ class ReplicatedSave:
         self.failures: list[str] = []
         self.slot: Slot | None = None
         self._staged_blocks = 0
+        """So many, from the first on, are in the slot."""
+        self._early_blocks: set[int] = set()
+        """Further ones that are, behind a gap."""
         self._is_staged = False
         self._is_given_up = False
         self._open_links = len(holders)
@@ -71,6 +74,17 @@ class ReplicatedSave:
         """Notes that so many blocks, from the first on, are in the slot."""
         with self._changed:
             self._staged_blocks = staged_blocks
+            self._changed.notify_all()
+
+    def note_staged(self, index: int) -> None:
+        """Notes that a block is in the slot; blocks may come in any order, from several threads."""
+        with self._changed:
+            self._early_blocks.add(index)
+            if index != self._staged_blocks:
+                return
+            while self._staged_blocks in self._early_blocks:
+                self._early_blocks.remove(self._staged_blocks)
+                self._staged_blocks += 1
             self._changed.notify_all()
 
     def finish_staging(self, failure: str = "") -> None:

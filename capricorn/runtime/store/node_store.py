@@ -17,8 +17,11 @@ import stat
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, Self
 
 from pydantic import ValidationError
@@ -120,12 +123,31 @@ class NodeStore:
         Raises:
             StoreError: there is no room, or they hold a state of another layout.
         """
-        if owner not in self._slots:
-            paths = [self._slot_path(owner, number) for number in range(num_slots)]
-            for path in paths:
-                self._fit(path, owner, layout)
-            self._slots[owner] = [Slot(path, owner, layout) for path in paths]
+        self.open_all({owner: layout}, {owner: num_slots})
         return self._slots[owner]
+
+    def open_all(self, layouts: Mapping[int, Layout], num_slots: Mapping[int, int] = MappingProxyType({})) -> None:
+        """Opens the slots of several owners as `open_slots` does; their memory is taken by as many threads as cores.
+
+        Args:
+            layouts: of the state of each owner.
+            num_slots: of owners that have more than usual.
+
+        Raises:
+            StoreError: as by `open_slots`.
+        """
+        files = [
+            (owner, self._slot_path(owner, number), layout)
+            for owner, layout in layouts.items()
+            for number in range(num_slots.get(owner, NUM_SLOTS))
+            if owner not in self._slots
+        ]
+        for owner, path, layout in files:
+            self._fit(path, owner, layout)
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "capricorn-slots") as pool:
+            slots = list(pool.map(lambda file: Slot(file[1], file[0], file[2]), files))
+        for slot in slots:
+            self._slots.setdefault(slot.owner, []).append(slot)
 
     def complete_headers(self, owner: int) -> list[Header]:
         """Returns the headers of the complete copies of an owner that lie here, of whatever layout."""

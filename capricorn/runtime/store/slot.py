@@ -24,6 +24,7 @@ from typing import Final, Self
 import xxhash
 
 from capricorn.errors import StoreError
+from capricorn.runtime.store.populate import make_mapping, takes_advice
 from capricorn.units import Bytes, format_bytes
 
 PAGE: Final = 4096
@@ -35,9 +36,6 @@ _CHECKSUM = struct.Struct("<Q")
 AUDIT_EVENT: Final = "capricorn.store"
 """Python's audit event right before each change of a hosted copy or its layout, with what it is: `create`, `begin`,
 `block`, `commit`, `abort`, `manifest`."""
-_MADV_POPULATE_WRITE = 23  # not named by the mmap module of Python 3.11
-_POPULATED_BYTES: Final = 64 << 20
-"""At a time, since the call keeps the GIL: a rank whose threads are held up for seconds would count as frozen."""
 
 
 def checksum(data: memoryview | bytes) -> int:
@@ -164,13 +162,14 @@ class Slot:
             fresh = os.fstat(fd).st_size != layout.file_bytes
             if fresh and not (create and _is_cut(fd, layout)):
                 raise StoreError(f"{path} holds a state of another size; remove it with 'capricorn-bench clean'")
-            if fresh:
-                _claim(fd, path, layout.file_bytes)
-            self._map = mmap.mmap(fd, layout.file_bytes)
+            try:
+                self._map = _claimed(fd, path, layout.file_bytes) if create else mmap.mmap(fd, layout.file_bytes)
+            except StoreError:
+                if fresh:
+                    path.unlink(missing_ok=True)
+                raise
         finally:
             os.close(fd)
-        if create:
-            _prefault(self._map)
         view = memoryview(self._map)
         self.payload = view[layout.payload_offset : layout.payload_offset + layout.payload_bytes]
         self.table = AuditedTable(view[PAGE : PAGE + 8 * layout.num_blocks].cast("Q"))
@@ -274,26 +273,14 @@ def _is_cut(fd: int, layout: Layout) -> bool:
     return os.fstat(fd).st_size < layout.file_bytes and (header is None or header.layout == layout)
 
 
-def _claim(fd: int, path: Path, num_bytes: Bytes) -> None:
-    # Without the claim a full tmpfs would end the process by SIGBUS in the middle of training.
+def _claimed(fd: int, path: Path, num_bytes: Bytes) -> mmap.mmap:
+    free = os.statvfs(path.parent)  # before we take of it
     try:
-        os.posix_fallocate(fd, 0, num_bytes)
+        return make_mapping(fd, num_bytes, advised=takes_advice(path.parent.resolve()))
     except OSError as error:
-        path.unlink(missing_ok=True)
         if error.errno != errno.ENOSPC:
             raise StoreError(f"cannot make {path}: {error.strerror}") from None
-        free = os.statvfs(path.parent)
         raise StoreError(
             f"no room for {format_bytes(num_bytes)} in {path.parent}, {format_bytes(free.f_bavail * free.f_frsize)} "
             "are free; enlarge that tmpfs, use fewer --replicas, or set store.root"
         ) from None
-
-
-def _prefault(mapping: mmap.mmap) -> None:
-    # The first copy into cold pages costs 3-4 times a warm one, so pages are populated once, before training.
-    try:
-        for start in range(0, len(mapping), _POPULATED_BYTES):
-            mapping.madvise(_MADV_POPULATE_WRITE, start, min(_POPULATED_BYTES, len(mapping) - start))
-    except OSError:  # kernel older than 5.14
-        for offset in range(0, len(mapping), PAGE):
-            mapping[offset] = mapping[offset]
