@@ -25,7 +25,7 @@ class LaunchConfig(SettingsModel):
         default=0,
         ge=0,
         description="Train on this many real machines, each with this command, and let up to MAX take part, of which "
-        "the rest are spares; 0 runs all nodes here",
+        "the rest are spares; 0 runs all nodes here (default: as the launcher says, or 0)",
     )
     spares: int = Field(
         default=0,
@@ -33,7 +33,10 @@ class LaunchConfig(SettingsModel):
         description="Machines beyond those that train, one of which takes the place of one that is lost",
     )
     node_rank: Annotated[int, Option("--node-rank", "Machines", "K", computed=True)] = Field(
-        default=0, ge=0, description="Take this machine for number K of them, from 0, which conducts; spares come last"
+        default=0,
+        ge=0,
+        description="Take this machine for number K of them, from 0, which conducts; spares come last (default: as the "
+        "launcher says, or 0)",
     )
     rdzv_endpoint: Annotated[str, Option("--rdzv-endpoint", "Machines", "HOST:PORT")] = Field(
         default="", description="Meet the other machines at this address, which is on machine 0"
@@ -42,8 +45,8 @@ class LaunchConfig(SettingsModel):
         Literal["auto", "slurm", "mpi", "torchrun", "none"], Option("--launcher", "Machines", computed=True)
     ] = Field(
         default="auto",
-        description="Take number and place of the machines from the environment that this one made; auto looks for "
-        "all, unless --nnodes is there",
+        description="Take number and place of the machines from the environment that this one made (default: auto, "
+        "which looks for all, unless --nnodes is there)",
     )
     interface: Annotated[str, Option("--interface", "Machines", "NAME|CIDR")] = Field(
         default="", description="Speak with the others over this interface (default: the one that leads to machine 0)"

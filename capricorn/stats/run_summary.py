@@ -51,7 +51,16 @@ def summary_of(run: RunSamples, run_dir: Path, scenario: Scenario, num_cpus: int
     summary: Summary = {"iterations": run.num_done, **_times(run), **_checkpoints(run), **_recoveries(run)}
     summary |= {"due_persists": _due_persists(run, scenario)}
     summary |= _moved(run) | _memory(run, run_dir) | planning(run.measured) | fidelity(run_dir, scenario, num_cpus)
-    return summary | _remarks(run), verdict(summary, scenario)
+    said = verdict(summary, scenario)
+    if unheard := _unheard(run, scenario):
+        said = "; ".join([f"no record of rank {', '.join(map(str, unheard))}", *([said] if said != "ok" else [])])
+    return summary | _remarks(run), said
+
+
+def _unheard(run: RunSamples, scenario: Scenario) -> list[int]:
+    """Returns the ranks that have left no sample, where others have: those of a machine whose records are elsewhere."""
+    heard = {sample.rank for sample in run.samples}
+    return sorted(set(range(scenario.topology.world_size)) - heard) if heard else []
 
 
 def verdict(summary: Summary, scenario: Scenario) -> str:

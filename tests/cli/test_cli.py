@@ -147,7 +147,7 @@ MISTAKES = [
         ["run", "--nodes", "16", "--expert-parallel", "3"],
         "--expert-parallel 3 does not divide the 16 ranks; use",
     ),
-    (["run", "--nodes", "2", "--nnodes", "3"], "--nodes 2 contradicts --nnodes 3"),
+    (["run", "--nodes", "2", "--nnodes", "3", "--rdzv-endpoint", "a:1"], "--nodes 2 contradicts --nnodes 3"),
     (["run", "--nnodes", "2"], "--rdzv-endpoint"),
     (["run", "--data", "/no/such/text"], "--data /no/such/text: no such file"),
     (["run", "--set", "sytem.every=1"], "did you mean 'system.every'?"),

@@ -128,7 +128,7 @@ class Tuning:
     def needs_tuning(scenario: Scenario) -> bool:
         return scenario.system.name == "gemini" and settings_of(scenario).mu == "auto"
 
-    def tune(self, scenario: Scenario, out: Path, listener: RunListener) -> tuple[Scenario, str]:
+    def tune(self, scenario: Scenario, out: Path, listener: RunListener, start: object) -> tuple[Scenario, str]:
         self.calls.append(scenario)
         if self.end:
             raise self.end

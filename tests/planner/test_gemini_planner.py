@@ -368,11 +368,8 @@ def fake_launch(best: float) -> Any:
 
 
 @pytest.mark.parametrize("best", FACTORS)
-def test_the_factor_with_the_shortest_iterations_is_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, best: float
-) -> None:
-    monkeypatch.setattr(tuning, "launch", fake_launch(best))
-    tuned, run_id = tuning.tune(scenario(), tmp_path, RunListener())
+def test_the_factor_with_the_shortest_iterations_is_taken(tmp_path: Path, best: float) -> None:
+    tuned, run_id = tuning.tune(scenario(), tmp_path, RunListener(), fake_launch(best))
     assert (settings_of(tuned).mu, settings_of(tuned).tuned_in, run_id) == (best, "sweep", "sweep")
     assert not tuning.needs_tuning(tuned)
     assert tuned.train == scenario().train

@@ -12,7 +12,6 @@ import pandas as pd
 import pytest
 
 from capricorn.config.cluster import ClusterConfig
-from capricorn.config.launch_config import LaunchConfig
 from capricorn.config.resolve import load_model
 from capricorn.config.scenario import PersistConfig, Scenario, SystemConfig, TrainConfig
 from capricorn.records.samples import (
@@ -238,12 +237,11 @@ def test_a_run_that_was_to_persist_and_persisted_nothing_has_a_verdict_of_its_ow
     assert (summary["due_persists"], said) == (due, verdict)
 
 
-def test_where_rank_0_left_no_record_nothing_is_said_of_what_was_persisted(tmp_path: Path) -> None:
-    machines = LaunchConfig(nnodes=2, node_rank=1, rdzv_endpoint="host:1")
+def test_a_record_that_lacks_a_rank_names_it_and_is_not_ok(tmp_path: Path) -> None:
     write(tmp_path, *(sample(i, rank=1) for i in range(1, 5)))
-    ours = scenario(4).model_copy(update={"persist": PersistConfig(every=2), "launch": machines})
-    summary, verdict = summarize(tmp_path, ours)
-    assert (summary["due_persists"], verdict) == (None, "ok")
+    summary, verdict = summarize(tmp_path, scenario(4).model_copy(update={"persist": PersistConfig(every=2)}))
+    assert (summary["iterations"], summary["due_persists"]) == (0, None)
+    assert verdict.startswith("no record of rank 0; stopped after 0 of 4 iterations")
 
 
 def test_memory_is_the_sum_of_each_ranks_peak(tmp_path: Path) -> None:
