@@ -30,6 +30,7 @@ from capricorn.launch.launch_messages import (
     receive,
     to_bytes,
 )
+from capricorn.launch.nodes import VacantError
 from capricorn.process import (
     KILL_TIMEOUT_S,
     PYTHON,
@@ -282,12 +283,16 @@ class FakeForkServer:
         """The newest agent of each node."""
         self.processes: list[FakeProcess] = []
         """All that were forked, in order."""
+        self.vacant: set[int] = set()
+        """Nodes that have no machine."""
         self._acts: list[tuple[Seconds, Callable[[], object]]] = []
 
     def fork(
         self, role: RunNodeAgent | ServeRendezvous, *, fds: Sequence[int], entry: NamespaceEntry, log: Path
     ) -> FakeProcess:
         if isinstance(role, RunNodeAgent):
+            if role.node in self.vacant:
+                raise VacantError(role.node)
             agent = self.agents[role.node] = FakeNodeAgent(socket.socket(fileno=os.dup(fds[0])))
             process = agent.process
         else:

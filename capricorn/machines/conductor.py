@@ -36,7 +36,7 @@ from capricorn.config.launch_config import LaunchConfig
 from capricorn.emulation.fabric import NamespaceEntry
 from capricorn.errors import CapricornError, ConfigError, TransportError, note_once
 from capricorn.files import named
-from capricorn.launch.fork_client import ForkedProcess, ForkServer
+from capricorn.launch.fork_client import ForkedProcess, Forker, ForkServer
 from capricorn.launch.forked_nodes import wait_readable
 from capricorn.launch.launch_messages import RunNodeAgent, ServeRendezvous, receive
 from capricorn.launch.nodes import VacantError
@@ -82,13 +82,21 @@ TICK_S: Final[Seconds] = 0.25
 class Conductor:
     """The machines of a command, of which this is number 0."""
 
-    def __init__(self, launch: LaunchConfig, facts: Mapping[str, Any], say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        launch: LaunchConfig,
+        facts: Mapping[str, Any],
+        say: Callable[[str], None],
+        *,
+        forker: Forker | None = None,
+    ) -> None:
         """Listens for them.
 
         Args:
             launch: how many there are, and where they meet.
             facts: what all of them must have been told to run; see `agreement`.
             say: prints a line.
+            forker: forks what is of this machine; by default a fork server of its own.
 
         Raises:
             ConfigError: nobody can listen there.
@@ -103,7 +111,8 @@ class Conductor:
         with named(f"listen at {launch.rdzv_endpoint}"):
             listener = socket.create_server((self.address, port), family=family_of(self.address), backlog=256)
         self._door = Door(listener, control_identity(launch.job))
-        self._fork_server = ForkServer()
+        self._resources = contextlib.ExitStack()
+        self._forker = forker or self._resources.enter_context(ForkServer())
 
     def __enter__(self) -> Self:
         return self
@@ -129,7 +138,7 @@ class Conductor:
             machine.link.close()
         self._roster.machines.clear()
         self._door.close()
-        self._fork_server.close()
+        self._resources.close()
 
     # --- who is there ---------------------------------------------------------------------------------------------
 
@@ -273,7 +282,7 @@ class Conductor:
             VacantError: no machine is there for the node.
         """
         if not isinstance(role, RunNodeAgent) or role.node == CONDUCTOR:
-            return self._fork_server.fork(role, fds=fds, entry=entry, log=log)
+            return self._forker.fork(role, fds=fds, entry=entry, log=log)
         machine = self._machine_for(role.node)
         machine.relay = socket.socket(fileno=os.dup(fds[0]))
         machine.relay.setblocking(False)

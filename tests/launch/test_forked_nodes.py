@@ -12,8 +12,9 @@ import pytest
 from capricorn.config.cluster import ClusterConfig
 from capricorn.config.launch_config import LaunchConfig
 from capricorn.emulation.testbed import Loopback
+from capricorn.errors import CapricornError
 from capricorn.launch.fork_client import FakeForkServer, FakeNodeAgent, FakeProcess
-from capricorn.launch.forked_nodes import GATHER_S, ForkedNodes
+from capricorn.launch.forked_nodes import GATHER_S, VACANT_TIMEOUT_S, ForkedNodes
 from capricorn.launch.launch_messages import RankEnded, RankFrozen
 from capricorn.launch.nodes import FAILED, UNREACHABLE, GaveUpError
 from capricorn.launch.restart_policy import FIRST_ITERATION_PATIENCE_S, MAX_GAP_S, START_PATIENCE_S
@@ -156,6 +157,29 @@ def test_a_node_that_cannot_reach_the_rendezvous_is_killed_and_replaced(world: W
     assert world.first[2].process.signals == [signal.SIGKILL]
     assert world.first[2].process.has_ended
     assert world.failures() == [(4, "node 2 cannot reach the others")]
+
+
+def test_the_next_attempt_waits_for_a_machine_for_each_node_and_for_those_lost_meanwhile(world: World) -> None:
+    world.orders()
+    world.server.vacant = {1}
+    world.agent(1).die()
+    world.wait_for(20)
+    assert [world.agent(node).attempts() for node in (0, 2)] == [[], []]
+    world.agent(2).die()
+    world.wait_for(20)
+    world.server.vacant = set()
+    world.wait()
+    assert world.orders() == [[1]] * NUM_NODES
+    assert world.replaced == [1]
+    assert world.failures() == [(2, "node 1 was lost"), (4, "node 2 was lost")]
+
+
+def test_a_node_that_no_machine_takes_ends_the_run_and_says_what_to_start(world: World) -> None:
+    world.server.vacant = {1}
+    world.agent(1).die()
+    world.wait_for(VACANT_TIMEOUT_S - 5)
+    with pytest.raises(CapricornError, match="no machine has taken the place of node 1 within 300 s; start one"):
+        world.wait_for(10)
 
 
 @pytest.mark.parametrize("delay_s", [0.0, GATHER_S / 2])
