@@ -319,9 +319,14 @@ def _finish_record(
 ) -> None:
     """Writes the record of a run that has ended, by an error where there is one.
 
+    A mistake of the user's that was found before any iteration was done leaves nothing of the run.
+
     Raises:
         CapricornError: it cannot be written; what ended the run is told first.
     """
+    if isinstance(error, ConfigError) and not (job.run_dir / ITERATIONS).exists():
+        shutil.rmtree(job.run_dir, ignore_errors=True)
+        return
     try:
         with named(f"write the results in {job.run_dir}"):
             _write_record(job, started)

@@ -34,6 +34,7 @@ from capricorn.machines.control_messages import (
     MachineAlive,
     Ready,
     Refused,
+    RunEnded,
     StartNode,
     ToAgent,
     Welcome,
@@ -196,8 +197,8 @@ class MachineLoop:
                 self._run.tell_agent(message)
             case EndNode(is_forced=is_forced) if self._run is not None:
                 self._run.end_node(is_forced=is_forced)
-            case EndRun() if self._run is not None:
-                self._end_run(self._run)
+            case EndRun():
+                self._end_run()
             case Goodbye():
                 self._part(order)
 
@@ -211,8 +212,8 @@ class MachineLoop:
         else:
             self._link.send(Ready())
 
-    def _end_run(self, run: MachineRun) -> None:
-        ended = run.end()
+    def _end_run(self) -> None:
+        ended = self._run.end() if self._run is not None else RunEnded(store_bytes=0)
         self._send_records(is_last=True)
         self._remove_run()
         self._link.send(ended)

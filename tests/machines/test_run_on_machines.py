@@ -69,3 +69,25 @@ def test_a_system_that_writes_files_needs_a_folder_that_machines_share_and_then_
     assert_ok(done)
     assert_same_losses(done, reference)
     assert not list((tmp_path / "shared").rglob("checkpoints"))
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        (("--set", "store.root=/no/such/folder"), "machine 1 ("),
+        pytest.param(("--data", "{text}"), "reads other data than the others", marks=pytest.mark.slow),
+    ],
+)
+def test_what_a_machine_lacks_or_has_otherwise_is_one_line_on_all_and_nothing_is_left(
+    own: tuple[str, str], said: str, tmp_path: Path
+) -> None:
+    (text := tmp_path / "other.txt").write_text("words of another text " * 4000)
+    option, value = own
+    with machines(tmp_path, 2, own=((), (option, value.format(text=text)))) as live:
+        runs = ended(live)
+    for each in runs:
+        assert each.exit_code == 2, each.stderr
+        assert said in each.stderr.splitlines()[-1]
+        assert each.folder is None
+    assert not left_in(tmp_path)
+    assert not list((tmp_path / "machine0").iterdir())

@@ -77,7 +77,7 @@ def test_a_host_that_nobody_knows_is_refused_on_machine_0_and_waited_for_on_othe
 
 
 def test_machine_0_takes_the_outward_address_where_its_name_means_the_loopback_or_a_service(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("capricorn.runtime.comm.addresses.outward_address", lambda what: "10.0.0.7")
     monkeypatch.setattr("capricorn.runtime.comm.addresses.own_addresses", lambda: {"10.0.0.7": "a", "10.1.0.7": "b"})
@@ -91,6 +91,10 @@ def test_machine_0_takes_the_outward_address_where_its_name_means_the_loopback_o
         found = [(family_of(address), address) for address in addresses]
         monkeypatch.setattr("capricorn.runtime.comm.addresses.resolve", lambda *_, found=found: found)
         assert conductor_address(endpoint) == expected
+        # Another machine whose --node-rank was forgotten would wait for all others, and they for machine 0.
+        assert ("if this is not machine 0, give --node-rank" in capsys.readouterr().err) == (
+            addresses == ("10.96.0.1",)
+        )
 
 
 def test_an_interface_is_named_by_its_name_or_by_its_network() -> None:

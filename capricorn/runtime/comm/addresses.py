@@ -15,7 +15,7 @@ import psutil
 
 from capricorn.config.endpoint import Endpoint, parse_endpoint
 from capricorn.config.launch_config import LaunchConfig
-from capricorn.errors import ConfigError
+from capricorn.errors import ConfigError, note_once
 from capricorn.units import Seconds
 
 LOOPBACK: Final = "127.0.0.1"
@@ -148,6 +148,11 @@ def conductor_address(launch: LaunchConfig) -> str:
         return listening_address(endpoint, what)
     known = {address for _, address in resolve(host, port, what) if not ipaddress.ip_address(address).is_loopback}
     own = next(iter(sorted(known & own_addresses().keys())), "") or outward_address(what)
+    if known and own not in known:
+        note_once(
+            f"{what}: {host} is {', '.join(sorted(known))}, and this machine is {own}: right if that is a service in "
+            "front of it; if this is not machine 0, give --node-rank"
+        )
     return listening_address(Endpoint(own, port), what)
 
 
