@@ -6,7 +6,7 @@ Knows when and who acts; what a fault does is told in `inject`, and the life of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from capricorn.config.fault_kinds import kind_of
@@ -129,6 +129,19 @@ class FaultInjector(TrainerHook):
             on_disk=persisted_in(self._job),
         )
         append(self._job.run_dir / EVENTS, sample)
+
+
+def claimed_faults(run_dir: Path) -> tuple[str, ...]:
+    """Returns the marks of the faults that were claimed so far."""
+    marks = run_dir / FAULTS
+    return tuple(sorted(mark.name for mark in marks.iterdir())) if marks.is_dir() else ()
+
+
+def claim_faults(run_dir: Path, marks: Iterable[str]) -> None:
+    """Marks faults that were claimed on another machine, so that none is injected again."""
+    for mark in marks:
+        (run_dir / FAULTS).mkdir(exist_ok=True)
+        (run_dir / FAULTS / mark).touch()
 
 
 def actor_of(fault: FaultSpec, topology: Topology) -> int:

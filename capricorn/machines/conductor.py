@@ -35,6 +35,7 @@ from capricorn.config.fields import FrozenModel
 from capricorn.config.launch_config import LaunchConfig
 from capricorn.emulation.fabric import NamespaceEntry
 from capricorn.errors import CapricornError, ConfigError, TransportError, note_once
+from capricorn.faults.injector import claimed_faults
 from capricorn.files import named
 from capricorn.launch.fork_client import ForkedProcess, Forker, ForkServer
 from capricorn.launch.forked_nodes import wait_readable
@@ -64,7 +65,7 @@ from capricorn.machines.machine import Machine, RemoteAgent
 from capricorn.machines.record_stream import append_to
 from capricorn.machines.roster import Roster
 from capricorn.machines.shared_folders import shared_folders, token_in
-from capricorn.records.job_file import FAULTS, Job
+from capricorn.records.job_file import Job
 from capricorn.runtime.comm.addresses import conductor_address, family_of
 from capricorn.units import Seconds
 
@@ -106,6 +107,8 @@ class Conductor:
         """Of this machine, by which the others reach it."""
         self._roster = Roster(launch.nnodes, launch.spares)
         self._job: Job | None = None
+        self._awaited: set[int] = set()
+        """Nodes that could not be started for want of a machine."""
         self._token, self._tokens = "", contextlib.ExitStack()
         port = parse_endpoint(launch.rdzv_endpoint, "--rdzv-endpoint").port
         with named(f"listen at {launch.rdzv_endpoint}"):
@@ -283,12 +286,16 @@ class Conductor:
         """
         if not isinstance(role, RunNodeAgent) or role.node == CONDUCTOR:
             return self._forker.fork(role, fds=fds, entry=entry, log=log)
+        assert self._job is not None
         machine = self._machine_for(role.node)
         machine.relay = socket.socket(fileno=os.dup(fds[0]))
         machine.relay.setblocking(False)
         machine.num_starts += 1
         start = StartNode(
-            node=role.node, start=machine.num_starts, endpoint=role.endpoint, claimed_faults=self._claimed_faults()
+            node=role.node,
+            start=machine.num_starts,
+            endpoint=role.endpoint,
+            claimed_faults=claimed_faults(self._job.run_dir),
         )
         self._tell(machine, start)
         return RemoteAgent(machine, self.end_node)
@@ -306,16 +313,15 @@ class Conductor:
         self._look()
         machine = self._roster.of_node(node) or self._roster.spare()
         if machine is None or not machine.is_ready:
+            if node not in self._awaited:
+                self._awaited.add(node)
+                self._say(f"node {node} has no machine; waits for one")
             raise VacantError(node)
+        self._awaited.discard(node)
         if machine.node is None:
             machine.node = node
             self._say(f"{machine} takes the place of node {node}")
         return machine
-
-    def _claimed_faults(self) -> tuple[str, ...]:
-        assert self._job is not None
-        marks = self._job.run_dir / FAULTS
-        return tuple(sorted(mark.name for mark in marks.iterdir())) if marks.is_dir() else ()
 
     # --- what is said ----------------------------------------------------------------------------------------------
 

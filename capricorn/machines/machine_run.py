@@ -14,13 +14,13 @@ from capricorn.config.fields import FrozenModel
 from capricorn.config.scenario import Scenario
 from capricorn.emulation.fabric import NamespaceEntry
 from capricorn.errors import TransportError
+from capricorn.faults.injector import claim_faults
 from capricorn.launch.fork_client import ForkedProcess, Forker
 from capricorn.launch.launch_messages import RunNodeAgent, receive
 from capricorn.launch.preflight import require
 from capricorn.machines.control_messages import AgentEnded, BeginRun, FileGrew, FromAgent, RunEnded, StartNode
 from capricorn.machines.record_stream import RecordReader
 from capricorn.machines.shared_folders import check_shared, shared_folders
-from capricorn.records.job_file import FAULTS, Job
 from capricorn.runtime.comm.addresses import interface_of
 from capricorn.runtime.store.node_store import NodeStore, RunLock, store_at
 from capricorn.trainer.data import prepare
@@ -81,7 +81,7 @@ class MachineRun:
         addresses = list(self._job.addresses)
         addresses[order.node] = self._address
         job = self._job.model_copy(update={"addresses": tuple(addresses)})
-        self._claim(job, order.claimed_faults)
+        claim_faults(job.run_dir, order.claimed_faults)
         NodeStore.create(job.node_dir(order.node), job.run_id, order.node, job.scenario.topology)
         role = RunNodeAgent(
             job_file=job.write(),
@@ -135,10 +135,3 @@ class MachineRun:
         with contextlib.suppress(TransportError):
             self.end_node(is_forced=True)
         self._lock.release(keep=self._keeps_store)
-
-    def _claim(self, job: Job, marks: tuple[str, ...]) -> None:
-        """Has failures that were injected elsewhere, or on the machine that was lost, not come again."""
-        if marks:
-            (job.run_dir / FAULTS).mkdir(exist_ok=True)
-        for mark in marks:
-            (job.run_dir / FAULTS / mark).touch()
