@@ -81,9 +81,8 @@ def ablate(
     policies = choice.live(scenario.planner)
     refuse_unplanned(scenario)
     refuse_without_effect(*(_under(scenario, policy) for policy in policies))
-    if not scenario.launch.follows:  # as in `run`
-        require(scenario)
-        require_folders(scenario, out)
+    require(scenario)
+    require_folders(scenario, out)
     make_folder(out)
 
     from capricorn.machines.command import on_machines

@@ -134,7 +134,7 @@ def _require(scenarios: Iterable[Scenario], out: Path) -> None:
     """Raises ConfigError if this machine cannot run one of them, or not write what it leaves below `out`."""
     from capricorn.launch.preflight import require, require_folders
 
-    for scenario in (each for each in scenarios if not each.launch.follows):  # as in `run`
+    for scenario in scenarios:
         require(scenario)
         require_folders(scenario, out)
 

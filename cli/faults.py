@@ -226,8 +226,6 @@ def _require(record: CampaignRecord, out: Path) -> None:
     places = [testbed for testbed in record.scenarios if place_of(testbed) == AS_CONFIGURED]
     for testbed, variant in product(places, record.variants):
         scenario = record.undisturbed_scenario(testbed, variant.label)
-        if scenario.launch.follows:  # as in `run`
-            continue
         require(scenario)
         require_folders(scenario, out)
 

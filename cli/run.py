@@ -46,9 +46,8 @@ def run(scenario: Scenario, repeats: int, out: Path, as_json: bool, quiet: bool,
     refuse_without_effect(scenario)
     if dry_run:
         _show_plan(scenario, out, as_json)
-    if not scenario.launch.follows:  # a machine that follows is checked when a run begins, and machine 0 hears why not
-        require(scenario)
-        require_folders(scenario, out)
+    require(scenario)
+    require_folders(scenario, out)
     if repeats > 1:
         refuse_shared_tier(scenario)
     if dry_run:

@@ -1,4 +1,7 @@
-"""The folder of a run's persistent tier: made, and refused if what lies there cannot be resumed. Knows no torch."""
+"""The folders of a run that are of all its machines: refused if they are missing, or hold what cannot be resumed.
+
+Knows no torch.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from typing import Final
 from capricorn.config.scenario import Scenario
 from capricorn.errors import ConfigError, StoreError
 from capricorn.runtime.persist.layout import Manifest, folder_of, is_persistent_tier, iterations_in
+from capricorn.systems.registry import find
+from capricorn.systems.settings import file_settings_of
 
 PERSISTENT: Final = "persistent"
 """The folder in a run folder for its persistent tier, unless that is to be elsewhere."""
@@ -59,3 +64,23 @@ def _check_model(found: Manifest, scenario: Scenario, root: Path) -> None:
             f"--persist-dir {root} holds iteration {found.iteration}, and training ends with "
             f"{scenario.train.iterations}: ask for more --iterations, or name another folder"
         )
+
+
+def check_shared_dir(scenario: Scenario) -> None:
+    """Checks that what several machines write as files has a folder that all of them share.
+
+    Raises:
+        ConfigError: none is named, or the system keeps its files in the memory of one machine.
+    """
+    if not scenario.launch.nnodes or scenario.launch.nnodes == 1:
+        return
+    name, writes_files = scenario.system.name, find(scenario.system.name).writes_files
+    if writes_files and file_settings_of(scenario).in_memory:
+        raise ConfigError(
+            f"system.options.medium=tmpfs: memory is of one machine; {name} takes medium=disk with --nnodes"
+        )
+    needs = f"system {name} writes files" if writes_files else ""
+    if scenario.persist.every and not scenario.persist.dir:
+        needs = "--persist-every keeps checkpoints on disk"
+    if needs and not scenario.launch.shared_dir:
+        raise ConfigError(f"{needs}, which all machines need: name a folder that they share by --shared-dir PATH")

@@ -26,6 +26,7 @@ from capricorn.emulation.testbed import NAMESPACES, USER_NAMESPACES
 from capricorn.errors import ConfigError
 from capricorn.faults.applicability import why_not
 from capricorn.faults.feasibility import why_not_here
+from capricorn.launch.persist_folder import check_shared_dir
 from capricorn.planner.placement import recovery_probability
 from capricorn.records.samples import Environment
 from capricorn.runtime.comm.addresses import LOOPBACK, check_endpoint, why_no_endpoint, why_no_loopback
@@ -35,7 +36,6 @@ from capricorn.sizing.memory import NUM_SLOTS, Needs, needs_of
 from capricorn.sizing.memory_limit import available_memory
 from capricorn.sizing.written_folders import written_folders
 from capricorn.systems.registry import SYSTEMS, find
-from capricorn.systems.settings import file_settings_of
 from capricorn.units import KIB, MIB, Bytes, count_noun, format_bytes, format_seconds
 
 MIN_PYTHON = (3, 11)
@@ -143,32 +143,20 @@ def resolve_device(scenario: Scenario) -> Scenario:
 def require(scenario: Scenario) -> None:
     """Checks that this machine can run the scenario.
 
+    One that follows another machine is checked when a run begins, by `require_machine`: then all hear why not.
+
     Raises:
         ConfigError: in one line: what is needed, what there is, what to do. The first thing missing is named.
     """
-    check_endpoint(scenario.launch)
     check_shared_dir(scenario)
+    if not scenario.launch.follows:
+        check_endpoint(scenario.launch)
+        require_machine(scenario)
+
+
+def require_machine(scenario: Scenario) -> None:
+    """Checks that this machine has what a run of the scenario needs of it; see `require`."""
     _refuse_first(_needed(resolve_device(scenario)))
-
-
-def check_shared_dir(scenario: Scenario) -> None:
-    """Checks that what several machines write as files has a folder that all of them share.
-
-    Raises:
-        ConfigError: none is named, or the system keeps its files in the memory of one machine.
-    """
-    if not scenario.launch.nnodes or scenario.launch.nnodes == 1:
-        return
-    name, writes_files = scenario.system.name, find(scenario.system.name).writes_files
-    if writes_files and file_settings_of(scenario).in_memory:
-        raise ConfigError(
-            f"system.options.medium=tmpfs: memory is of one machine; {name} takes medium=disk with --nnodes"
-        )
-    needs = f"system {name} writes files" if writes_files else ""
-    if scenario.persist.every and not scenario.persist.dir:
-        needs = "--persist-every keeps checkpoints on disk"
-    if needs and not scenario.launch.shared_dir:
-        raise ConfigError(f"{needs}, which all machines need: name a folder that they share by --shared-dir PATH")
 
 
 def require_folders(scenario: Scenario, out: Path) -> None:
@@ -177,7 +165,8 @@ def require_folders(scenario: Scenario, out: Path) -> None:
     Raises:
         ConfigError: as for `require`.
     """
-    _refuse_first(_check_folders(scenario, out))
+    if not scenario.launch.follows:  # its records go to machine 0
+        _refuse_first(_check_folders(scenario, out))
 
 
 def _refuse_first(found: Iterable[Check]) -> None:

@@ -58,6 +58,7 @@ from capricorn.machines.control_messages import (
     StartNode,
     ToAgent,
     Welcome,
+    farewell_of,
     follower_message,
 )
 from capricorn.machines.door import Arrival, Door
@@ -123,15 +124,7 @@ class Conductor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:  # fmt: skip
-        if error is None:
-            farewell = Goodbye(exit_code=0)
-        elif isinstance(error, CapricornError):
-            farewell = Goodbye(exit_code=error.exit_code, why=" ".join(str(error).split()))
-        elif isinstance(error, KeyboardInterrupt):
-            farewell = Goodbye(exit_code=1, why="machine 0 was interrupted")
-        else:
-            farewell = Goodbye(exit_code=1, why=f"machine 0 failed: {type(error).__name__}")
-        self.close(farewell)
+        self.close(farewell_of(error))
 
     def close(self, farewell: Goodbye) -> None:
         """Dismisses all machines with that word; a second time does nothing."""
@@ -291,12 +284,8 @@ class Conductor:
         machine.relay = socket.socket(fileno=os.dup(fds[0]))
         machine.relay.setblocking(False)
         machine.num_starts += 1
-        start = StartNode(
-            node=role.node,
-            start=machine.num_starts,
-            endpoint=role.endpoint,
-            claimed_faults=claimed_faults(self._job.run_dir),
-        )
+        marks = claimed_faults(self._job.run_dir)
+        start = StartNode(node=role.node, start=machine.num_starts, endpoint=role.endpoint, claimed_faults=marks)
         self._tell(machine, start)
         return RemoteAgent(machine, self.end_node)
 

@@ -31,6 +31,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field, TypeAdapter
 
 from capricorn.config.fields import FrozenModel
+from capricorn.errors import CapricornError
 from capricorn.records.job_file import Job
 from capricorn.units import Bytes, Seconds
 
@@ -172,6 +173,17 @@ class Goodbye(FrozenModel):
     exit_code: int
     why: str = ""
     """In one line, where it failed."""
+
+
+def farewell_of(error: BaseException | None) -> Goodbye:
+    """Returns how a command says goodbye that is ended by that error, or by none."""
+    if error is None:
+        return Goodbye(exit_code=0)
+    if isinstance(error, CapricornError):
+        return Goodbye(exit_code=error.exit_code, why=" ".join(str(error).split()))
+    if isinstance(error, KeyboardInterrupt):
+        return Goodbye(exit_code=1, why="machine 0 was interrupted")
+    return Goodbye(exit_code=1, why=f"machine 0 failed: {type(error).__name__}")
 
 
 FollowerMessage = Join | ClockReading | Ready | Refused | FromAgent | AgentEnded | FileGrew | MachineAlive | RunEnded

@@ -17,7 +17,7 @@ from capricorn.errors import TransportError
 from capricorn.faults.injector import claim_faults
 from capricorn.launch.fork_client import ForkedProcess, Forker
 from capricorn.launch.launch_messages import RunNodeAgent, receive
-from capricorn.launch.preflight import require
+from capricorn.launch.preflight import require_machine
 from capricorn.machines.control_messages import AgentEnded, BeginRun, FileGrew, FromAgent, RunEnded, StartNode
 from capricorn.machines.record_stream import RecordReader
 from capricorn.machines.shared_folders import check_shared, shared_folders
@@ -50,7 +50,7 @@ class MachineRun:
         """
         update = {"launch": own.launch, "store": own.store, "data": own.data}
         scenario = begin.job.scenario.model_copy(update=update)
-        require(scenario)
+        require_machine(scenario)
         check_shared(shared_folders(begin.job), begin.token)
         tokens = prepare(scenario.data, scenario.model.vocab_size, seq_len=scenario.model.seq_len)
         # A name of its own: two machines may share a store's file system, as containers on one host do.

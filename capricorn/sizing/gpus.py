@@ -10,46 +10,18 @@ import functools
 import json
 import re
 import subprocess
-import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import util
 from pathlib import Path
 from typing import Final
 
+from capricorn.process import PYTHON
 from capricorn.units import Bytes, Seconds
 
 DRIVER_TIMEOUT_S: Final[Seconds] = 60.0
 _DEVICES: Final = ("nvidiactl", "dxg")
 """In /dev where there is a driver: of Linux, and of Linux in Windows."""
-_ASK: Final = """
-import ctypes, json
-cuda = ctypes.CDLL("libcuda.so.1")
-def ask(name, *arguments):
-    error = getattr(cuda, name)(*arguments)
-    if error:
-        raise SystemExit(f"{name}: error {error}")
-def free_bytes(address):
-    nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    handle, memory = ctypes.c_void_p(), (ctypes.c_ulonglong * 3)()
-    calls = (nvml.nvmlInit_v2(), nvml.nvmlDeviceGetHandleByPciBusId_v2(address, ctypes.byref(handle)),
-             nvml.nvmlDeviceGetMemoryInfo(handle, memory))
-    return None if any(calls) else memory[1]
-ask("cuInit", 0)
-count = ctypes.c_int()
-ask("cuDeviceGetCount", ctypes.byref(count))
-found = []
-for number in range(count.value):
-    device, total, address = ctypes.c_int(), ctypes.c_size_t(), ctypes.create_string_buffer(32)
-    ask("cuDeviceGet", ctypes.byref(device), number)
-    ask("cuDeviceTotalMem_v2", ctypes.byref(total), device)
-    ask("cuDeviceGetPCIBusId", address, 32, device)
-    try:  # of a part of a GPU (MIG) it is that of the whole
-        free = free_bytes(address.value)
-    except (OSError, AttributeError):
-        free = None
-    found.append({"total_bytes": total.value, "free_bytes": min(total.value, total.value if free is None else free)})
-print(json.dumps(found))
-"""
 _NO_DEVICE: Final = "cuInit: error 100"
 
 
@@ -77,12 +49,11 @@ def find_gpus() -> Gpus:
         return Gpus(why_none="this torch is not built for CUDA")
     if not any((Path("/dev") / name).exists() for name in _DEVICES):
         return Gpus(why_none="no driver in /dev")
-    return ask_driver(_ASK)
+    return ask_driver((*PYTHON, "capricorn.sizing.driver_query"))
 
 
-def ask_driver(program: str, timeout_s: Seconds = DRIVER_TIMEOUT_S) -> Gpus:
-    """Returns what a Python program prints of the GPUs, run in a process of its own."""
-    command = [sys.executable, "-I", "-c", program]
+def ask_driver(command: Sequence[str], timeout_s: Seconds = DRIVER_TIMEOUT_S) -> Gpus:
+    """Returns what a command prints of the GPUs, as `driver_query` does."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

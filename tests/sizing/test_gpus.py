@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,7 @@ def test_words_of_schedulers_are_no_devices(words: str, monkeypatch: pytest.Monk
 def test_whatever_the_driver_answers_there_are_gpus_or_a_reason_in_words(
     program: str, found: tuple[Gpu, ...], why: str
 ) -> None:
-    gpus = ask_driver(program, timeout_s=2.0 if "sleep" in program else 20.0)
+    gpus = ask_driver((sys.executable, "-c", program), timeout_s=2.0 if "sleep" in program else 20.0)
     assert gpus.found == found
     assert why in gpus.why_none
     assert bool(gpus.why_none) != bool(found)
