@@ -31,6 +31,7 @@ from typing import Final, TypeAlias
 
 from capricorn.config.cluster import ClusterConfig
 from capricorn.config.fault_kinds import kind_of
+from capricorn.config.fields import FrozenModel
 from capricorn.config.scenario import Scenario
 from capricorn.emulation.measure import measure_links
 from capricorn.emulation.route import Links
@@ -69,12 +70,13 @@ from capricorn.stats.run_summary import STORE, summarize
 from capricorn.systems.registry import short_name
 from capricorn.systems.settings import file_settings_of
 from capricorn.trainer.data import prepare
+from capricorn.units import Bytes
 
 TICK_S: Final = 0.1
 STORAGE_BYTES_PER_S: Final = 1e9
 """The rate of each node, where storage is modelled only so that it can become slow."""
-STORE_ELSEWHERE: Final = "store-elsewhere"
-"""The file that holds how many bytes of the memory store other machines had."""
+OTHER_MACHINES: Final = "machines.json"
+"""The file of what other machines had in a run; an `OtherMachines`."""
 CHECKPOINTS: Final = "checkpoints"
 """The folder in a run folder for what systems write that write files."""
 
@@ -87,6 +89,21 @@ Launch: TypeAlias = Callable[[Scenario, Path, "RunListener"], Path]
 """Runs a scenario with its folder below that one, as `launch` does, and on several machines too."""
 MakeNetwork: TypeAlias = Callable[[ClusterConfig], tuple[NetworkBackend, str]]
 """Makes where the nodes of a cluster live, and says how their links are made."""
+
+
+class OtherMachines(FrozenModel):
+    """The machines of a run beside this one."""
+
+    hosts: tuple[str, ...] = ()
+    """From node 1 on, and then spares."""
+    store_bytes: Bytes = 0
+    """Of all their parts of the memory store."""
+
+    @classmethod
+    def of(cls, run_dir: Path) -> OtherMachines:
+        """Returns those of the run in that folder; none if it had but one."""
+        path = run_dir / OTHER_MACHINES
+        return cls.model_validate_json(path.read_text()) if path.exists() else cls()
 
 
 class RunListener:
@@ -341,8 +358,7 @@ def _finish_record(
 
 def _write_record(job: Job, started: datetime) -> None:
     store = store_at(job.store_dir)
-    elsewhere = job.run_dir / STORE_ELSEWHERE
-    num_bytes = (0 if store is None else store.num_bytes) + (int(elsewhere.read_text()) if elsewhere.exists() else 0)
+    num_bytes = (0 if store is None else store.num_bytes) + OtherMachines.of(job.run_dir).store_bytes
     write_text(job.run_dir / STORE, as_json({"store_bytes": num_bytes}))
     write_recoveries(job.run_dir)
     write_run(job.run_dir, record_of(job, job.run_dir, started))
@@ -351,6 +367,7 @@ def _write_record(job: Job, started: datetime) -> None:
 def record_of(job: Job, run_dir: Path, started: datetime) -> RunRecord:
     """Returns the record of what a run has written so far."""
     facts = environment(job.scenario.cluster.device)
+    facts = facts.model_copy(update={"other_hosts": OtherMachines.of(run_dir).hosts})
     summary, verdict = summarize(run_dir, job.scenario, facts.num_cpus)
     return RunRecord(
         run_id=job.run_id,

@@ -165,6 +165,10 @@ class Conductor:
         machine = self._roster.of_node(node)
         return self.address if node == CONDUCTOR else machine.address if machine is not None else ""
 
+    def hosts(self) -> tuple[str, ...]:
+        """Returns what the other machines are called: the nodes in their order, then spares."""
+        return self._roster.hosts()
+
     def _admit(self, arrival: Arrival) -> None:
         """Gives a machine its place, or sends it away.
 

@@ -13,7 +13,7 @@ from capricorn.emulation.fabric import NamespaceEntry
 from capricorn.emulation.testbed import NetworkBackend
 from capricorn.files import write_text
 from capricorn.launch.forked_nodes import ForkedNodes
-from capricorn.launch.launcher import STORE_ELSEWHERE, RunListener, launch
+from capricorn.launch.launcher import OTHER_MACHINES, OtherMachines, RunListener, launch
 from capricorn.machines.conductor import Conductor
 from capricorn.machines.control_link import CONDUCTOR
 from capricorn.records.job_file import Job
@@ -77,8 +77,9 @@ class MachineNodes(ForkedNodes):
         try:
             super().stop()
         finally:
-            elsewhere_bytes = self._conductor.end_run()
-            write_text(self._job.run_dir / STORE_ELSEWHERE, str(elsewhere_bytes))
+            hosts, store_bytes = self._conductor.hosts(), self._conductor.end_run()
+            others = OtherMachines(hosts=hosts, store_bytes=store_bytes)
+            write_text(self._job.run_dir / OTHER_MACHINES, others.model_dump_json())
 
     def _make_store(self, node: int) -> None:
         if node == CONDUCTOR:

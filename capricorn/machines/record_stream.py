@@ -1,7 +1,7 @@
 """Carries what ranks of one machine write into their run's folder to the folder of machine 0, while the run goes on.
 
 Records are only ever appended to, so what is carried is what files have grown by, at the ends of lines. Files that are
-written once, as the mark of a failure or the reason to stop, are carried the same way.
+written at once, as the reason to stop, are carried as a whole; of several machines' the first one counts.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 
 from capricorn.errors import TransportError
+from capricorn.files import write_text
 from capricorn.machines.control_messages import FileGrew
 from capricorn.records.job_file import JOB, WORKERS
 from capricorn.units import MIB, Bytes
 
 MAX_PIECE_BYTES: Final[Bytes] = MIB
 """Of one file in one message; what is longer follows in the next ones."""
+AT_ONCE: Final = ".json"
+"""The suffix of files that are written at once."""
 OF_THE_MACHINE: Final = frozenset({JOB, WORKERS})
 """What concerns the processes of one machine alone."""
 
@@ -45,7 +48,7 @@ class RecordReader:
             file.seek(offset)
             while data := file.read(MAX_PIECE_BYTES):
                 is_end = len(data) < MAX_PIECE_BYTES
-                whole = data if is_end and (is_last or path.suffix == ".json") else _lines_of(data, is_end=is_end)
+                whole = data if is_end and (is_last or path.suffix == AT_ONCE) else _lines_of(data, is_end=is_end)
                 if not whole:
                     return
                 offset += len(whole)
@@ -69,12 +72,16 @@ def append_to(folder: Path, grown: FileGrew) -> None:
 
     Raises:
         TransportError: its name leads out of the folder.
-        OSError: it cannot be written.
+        OSError, CapricornError: it cannot be written.
     """
     name = PurePosixPath(grown.name)
     if name.is_absolute() or ".." in name.parts:
         raise TransportError(f"a file {grown.name!r} was announced, which is none of the run")
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == AT_ONCE:
+        if not path.exists():
+            write_text(path, grown.text)
+        return
     with path.open("ab", buffering=0) as file:  # in one call: others append to the same file
         file.write(grown.text.encode())

@@ -25,6 +25,11 @@ class Roster:
         """Returns the machine that was given that number."""
         return next((machine for machine in self.machines if machine.number == number), None)
 
+    def hosts(self) -> tuple[str, ...]:
+        """Returns what they are called: the nodes in their order, then spares."""
+        ordered = sorted(self.machines, key=lambda machine: (machine.node is None, machine.node or machine.number))
+        return tuple(each.host if each.node is not None else f"{each.host} (spare)" for each in ordered)
+
     def spare(self) -> Machine | None:
         """Returns the spare that is to take a place next."""
         spares = (machine for machine in self.machines if machine.node is None and machine.is_ready)

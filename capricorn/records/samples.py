@@ -220,6 +220,8 @@ class Environment(FrozenModel):
     memory_bytes: Bytes
     device: str
     kernel: str
+    other_hosts: tuple[str, ...] = ()
+    """Of a run over several machines: those that were nodes at its end, from node 1 on, and then spares."""
 
 
 def _as_named_now(summary: Any) -> Any:

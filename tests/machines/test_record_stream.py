@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -45,6 +46,12 @@ def test_a_line_waits_for_its_end_and_marks_and_reasons_come_at_once(tmp_path: P
     found = {grown.name: grown.text for grown in reader.grown()}
     assert found == {"events.jsonl": '{"event": 1}\n', "fatal.json": '{"why": "so"}', "faults/0": ""}
     assert not list(reader.grown())
+
+
+def test_of_the_reasons_of_several_machines_to_stop_the_first_counts(tmp_path: Path) -> None:
+    for why in ("first", "second"):
+        append_to(tmp_path, FileGrew(name="fatal.json", text=json.dumps({"why": why})))
+    assert json.loads((tmp_path / "fatal.json").read_text()) == {"why": "first"}
 
 
 def test_what_concerns_the_processes_of_a_machine_stays_there(tmp_path: Path) -> None:
