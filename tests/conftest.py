@@ -21,6 +21,8 @@ MUST_RUN = (
     "tests/runtime/test_security.py",
     "tests/launch/test_fork_server.py",
     "tests/cli/test_own_systems.py",
+    "tests/machines/test_conductor.py",
+    "tests/machines/test_run_on_machines.py",
 )
 """Tests whose being skipped would hide what the project stands for: a session that skips one of them has failed."""
 _skipped: list[str] = []
