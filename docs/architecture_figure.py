@@ -135,10 +135,13 @@ LAYERS: Sequence[Sequence[tuple[str, str, str]]] = (
         ("report/", "terminal/  export/  figures/", TELLS),
     ),
     (
-        ("compare/", "systems on the same work", TELLS),
         ("campaign/", "a verdict on each failure", TELLS),
         ("conformance/", "rules for any system", TELLS),
         ("simulate/", "virtual time", TELLS),
+    ),
+    (
+        ("machines/", "one run over several machines", RUNS),
+        ("compare/", "systems on the same work", TELLS),
     ),
     (("launch/", "launcher, node agents, fork server, torchrun, worker, recorder", RUNS),),
     (
@@ -179,12 +182,12 @@ def draw_rooms() -> Drawing:
     drawing.arrow((0.33, tops[0]), (0.33, tops[-1] + height))
     drawing.write(0.2, (tops[0] + tops[-1] + height) / 2, "imports", align="center", upright=True)
     results = drawing.box(
-        Box(7.75, tops[1], 1.1, tops[3] + height - tops[1]),
+        Box(7.75, tops[1], 1.1, tops[4] + height - tops[1]),
         "results/",
         "data only:\nthe record,\nraw samples,\none folder\nfor each run",
         color=NEUTRAL,
     )
-    for row, what in ((1, "read"), (2, "read, written"), (3, "written")):
+    for row, what in ((1, "read"), (2, "read, written"), (3, "read, written"), (4, "written")):
         y = tops[row] + height / 2
         drawing.write((right + results.x) / 2, y - 0.1, what, align="center")
         if "read" in what:

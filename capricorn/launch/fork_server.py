@@ -36,6 +36,7 @@ def main() -> None:
     """Forks what is asked for over the socket with descriptor argv[1] until it is closed; argv[2] is the parent."""
     die_with_parent(int(sys.argv[2]))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # whom it concerns sees its child's socket close
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm sends it to all processes of a step: the launcher ends us
     channel = socket.socket(fileno=int(sys.argv[1]))
     _import_all()
     channel.send(to_bytes(ForkServerReady()))
@@ -109,7 +110,8 @@ def _become(request: ForkRequest, fds: list[int], parent: int) -> None:
 
     code = 1
     try:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number in (signal.SIGCHLD, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
         os.setsid()  # a Ctrl-C at the terminal is for the launcher, which ends the others in order
         _print_to(request.log)
         for fd in fds[: request.num_namespaces]:

@@ -277,11 +277,16 @@ class RunLoop:
                     nodes.progressed(samples)
                 meter.tick(is_training=self._is_training)
         except GaveUpError as error:
+            self._interrupts.check()  # as below
             self._check_fatal()
             self._tell_listener()
             raise CapricornError(self._describe_failure(error.node)) from None
         except (OSError, RecordError):
+            self._interrupts.check()  # as below
             self._check_fatal()  # a rank may have met the cause before us
+            raise
+        except CapricornError:
+            self._interrupts.check()  # what interrupts us may end all other processes at the same moment
             raise
         finally:
             try:

@@ -16,6 +16,8 @@ from capricorn.systems.settings import file_settings_of
 
 PERSISTENT: Final = "persistent"
 """The folder in a run folder for its persistent tier, unless that is to be elsewhere."""
+TOKEN_PREFIX: Final = ".capricorn-token-"
+"""Of a file by which machines find out that they share the folder; a command that was killed leaves it behind."""
 
 
 def tier_of(scenario: Scenario, run_dir: Path) -> Path | None:
@@ -40,7 +42,7 @@ def check_tier(scenario: Scenario) -> None:
     root = Path(scenario.persist.dir).resolve()
     try:
         root.mkdir(parents=True, exist_ok=True)
-        is_empty = next(root.iterdir(), None) is None
+        is_empty = all(each.name.startswith(TOKEN_PREFIX) for each in root.iterdir())
     except OSError as error:
         raise ConfigError(f"--persist-dir {root}: cannot make or read the folder: {error.strerror}") from None
     if not is_empty and not is_persistent_tier(root):

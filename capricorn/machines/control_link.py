@@ -102,10 +102,12 @@ class ControlLink:
         return self._left.popleft()
 
     def _read_more(self) -> list[bytes]:
-        try:
-            data = self._sock.recv(_READ_BYTES, socket.MSG_DONTWAIT)
-        except BlockingIOError:
+        if not select.select([self._sock], [], [], 0)[
+            0
+        ]:  # Python waits for a socket with a timeout, whatever the flags
             return []
+        try:
+            data = self._sock.recv(_READ_BYTES)
         except OSError as error:
             raise TransportError(f"the connection broke: {error.strerror or error}") from None
         if not data:

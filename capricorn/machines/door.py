@@ -15,10 +15,13 @@ from capricorn.errors import TransportError, in_words, note_once
 from capricorn.machines.control_link import CONDUCTOR, MAX_MACHINES, ControlLink
 from capricorn.machines.control_messages import AskClock, ClockReading, Join, follower_message
 from capricorn.runtime.comm.handshake import HANDSHAKE_TIMEOUT_S, Identity, welcome
+from capricorn.runtime.comm.wire import wake
 from capricorn.units import Seconds
 
 MAX_UNPROVEN: Final = 64
-"""Connections whose proof is awaited; beyond them one that comes is closed."""
+"""Connections whose proof is awaited; the oldest is dropped first, since a machine proves itself at once."""
+MAX_TOLD: Final = 8
+"""Connections that were turned away of which a line is said; whoever makes more has that line be another each time."""
 CLOCK_ROUNDS: Final = 8
 """Times that the clock of a machine is asked for; the fastest answer counts."""
 
@@ -40,7 +43,10 @@ class Door:
         self._listener, self._me = listener, me
         self._arrived: SimpleQueue[Arrival] = SimpleQueue()
         self._bell, self._rope = socket.socketpair()
-        self._room = threading.Semaphore(MAX_UNPROVEN)
+        self._lock = threading.Lock()
+        self._unproven: dict[socket.socket, None] = {}
+        """In the order in which they came."""
+        self._num_told = 0
         threading.Thread(target=self._accept, name="capricorn-door", daemon=True).start()
 
     def fileno(self) -> int:
@@ -76,10 +82,19 @@ class Door:
                 if self._is_shut():
                     return
                 continue
-            if self._room.acquire(blocking=False):
-                threading.Thread(target=self._greet, args=(sock,), name="capricorn-greet", daemon=True).start()
-            else:
-                sock.close()
+            self._admit(sock)
+
+    def _admit(self, sock: socket.socket) -> None:
+        with self._lock:
+            for oldest in list(self._unproven)[: max(0, len(self._unproven) - MAX_UNPROVEN + 1)]:
+                wake(oldest)
+                del self._unproven[oldest]
+            self._unproven[sock] = None
+        try:
+            threading.Thread(target=self._greet, args=(sock,), name="capricorn-greet", daemon=True).start()
+        except RuntimeError:  # the system gives us no more threads
+            self._is_proven(sock)
+            sock.close()
 
     def _is_shut(self) -> bool:
         try:
@@ -90,26 +105,40 @@ class Door:
     def _greet(self, sock: socket.socket) -> None:
         try:
             sock.settimeout(HANDSHAKE_TIMEOUT_S)
-            welcome(sock, self._me, CONDUCTOR, range(1, MAX_MACHINES))
-            self._arrived.put(introduced(ControlLink(sock)))
+            number = welcome(sock, self._me, CONDUCTOR, range(1, MAX_MACHINES))
+            self._is_proven(sock)
+            self._arrived.put(introduced(ControlLink(sock), number))
             self._rope.send(b"!")
         except (TransportError, ValidationError, OSError) as error:
+            self._is_proven(sock)
             sock.close()
-            note_once(f"a connection was turned away: {in_words(error)}")
-        finally:
-            self._room.release()
+            self._tell(in_words(error))
+
+    def _is_proven(self, sock: socket.socket) -> None:
+        """Has a connection no longer be among those that may be dropped."""
+        with self._lock:
+            self._unproven.pop(sock, None)
+
+    def _tell(self, why: str) -> None:
+        with self._lock:
+            self._num_told += 1
+            is_told = self._num_told <= MAX_TOLD
+        if is_told:
+            note_once(f"a connection was turned away: {why}")
 
 
-def introduced(link: ControlLink) -> Arrival:
-    """Returns who is at the other end of a connection that was proven, and how its clock goes.
+def introduced(link: ControlLink, number: int) -> Arrival:
+    """Returns who is at the other end of a connection that was proven by that machine, and how its clock goes.
 
     Raises:
-        TransportError: it says something else, or nothing.
+        TransportError: it says something else, or nothing, or that it is another machine.
         ValidationError: what it says is no message.
     """
     join = follower_message(link.next(HANDSHAKE_TIMEOUT_S))
     if not isinstance(join, Join):
         raise TransportError(f"the other machine says {join.says} before it has joined")
+    if join.machine != number:
+        raise TransportError(f"machine {number} says that it is machine {join.machine}")
     rounds = [_ask_clock(link) for _ in range(CLOCK_ROUNDS)]
     return Arrival(link, join, min(rounds)[1])
 

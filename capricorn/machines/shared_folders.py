@@ -6,13 +6,11 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
 
 from capricorn.errors import ConfigError
 from capricorn.files import named, read_text
+from capricorn.launch.persist_folder import TOKEN_PREFIX
 from capricorn.records.job_file import Job
-
-_PREFIX: Final = ".capricorn-token-"
 
 
 def shared_folders(job: Job) -> list[Path]:
@@ -25,7 +23,7 @@ def shared_folders(job: Job) -> list[Path]:
 def token_in(folders: list[Path]) -> Iterator[str]:
     """Puts a file into each of the folders, by which another machine knows that it sees the same one; removes them."""
     token = secrets.token_hex(8)
-    files = [folder / f"{_PREFIX}{token}" for folder in folders]
+    files = [folder / f"{TOKEN_PREFIX}{token}" for folder in folders]
     try:
         for file in files:
             with named(f"write to {file.parent}"):
@@ -44,7 +42,7 @@ def check_shared(folders: list[Path], token: str) -> None:
     """
     for folder in folders:
         try:
-            is_same = read_text(folder / f"{_PREFIX}{token}") == token
+            is_same = read_text(folder / f"{TOKEN_PREFIX}{token}") == token
         except OSError:
             is_same = False
         if not is_same:

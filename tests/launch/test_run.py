@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.support.mounts import tmpfs
@@ -173,6 +175,22 @@ def test_an_interrupted_run_writes_what_it_measured_and_leaves_nothing(
     expected = {(sample.rank, sample.iteration): sample.loss for sample in reference.samples}
     early = [sample for sample in ended.samples if sample.iteration <= 20]
     assert all(sample.loss == expected[sample.rank, sample.iteration] for sample in early)
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_a_signal_to_all_processes_at_once_as_of_slurm_is_an_interrupt_and_no_failure(
+    is_early: bool, tmp_path: Path
+) -> None:
+    with LiveRun(tmp_path, "--iterations", "5000") as live:
+        live.wait(lambda: live.folder, "the folder of the run") if is_early else live.wait_iteration(10)
+        for process in live.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.terminate()
+        ended = live.finish(deadline_s=30)
+    assert ended.exit_code == 130, ended.stderr
+    assert "takes its place" not in ended.stderr
+    assert "error" not in ended.stderr
+    assert ended.record["verdict"].startswith("stopped after ")
 
 
 def test_a_killed_launcher_leaves_a_store_that_can_be_inspected_and_cleaned(tmp_path: Path) -> None:

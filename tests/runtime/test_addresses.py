@@ -97,6 +97,15 @@ def test_machine_0_takes_the_outward_address_where_its_name_means_the_loopback_o
         )
 
 
+def test_machine_0_does_not_wait_for_its_own_name_as_a_pod_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("capricorn.runtime.comm.addresses.platform.node", lambda: "job-0")
+    monkeypatch.setattr("capricorn.runtime.comm.addresses.outward_address", lambda what: "10.0.0.7")
+    monkeypatch.setattr("capricorn.runtime.comm.addresses.listening_address", lambda endpoint, what: endpoint.host)
+    assert conductor_address(LaunchConfig(nnodes=2, rdzv_endpoint="job-0.no-such-domain.invalid:29500")) == "10.0.0.7"
+    with pytest.raises(ConfigError, match="cannot be resolved"):
+        conductor_address(LaunchConfig(nnodes=2, rdzv_endpoint="job-1.no-such-domain.invalid:29500"))
+
+
 def test_an_interface_is_named_by_its_name_or_by_its_network() -> None:
     assert address_on("lo") in ("127.0.0.1", "::1")
     assert address_on("127.0.0.0/8") == "127.0.0.1"

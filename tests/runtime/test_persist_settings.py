@@ -8,7 +8,7 @@ import pytest
 from capricorn.cli.options import scenario_from
 
 from capricorn.errors import ConfigError
-from capricorn.launch.persist_folder import check_tier, tier_of
+from capricorn.launch.persist_folder import TOKEN_PREFIX, check_tier, tier_of
 from capricorn.runtime.persist.layout import Manifest, folder_of
 from capricorn.runtime.store.node_store import NodeStore
 from capricorn.runtime.store.slot import Layout
@@ -84,6 +84,13 @@ def test_a_folder_of_other_things_and_one_that_cannot_be_made_are_refused(tmp_pa
         check_tier(scenario_from(**TINY, persist_dir=str(tmp_path)))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="cannot make or read the folder"):
         check_tier(scenario_from(**TINY, persist_dir=str(tmp_path / "notes.txt" / "below")))  # type: ignore[arg-type]
+
+
+def test_what_a_killed_command_of_several_machines_left_before_its_first_checkpoint_is_no_other_thing(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / f"{TOKEN_PREFIX}0123").write_text("0123")
+    check_tier(scenario_from(**TINY, persist_dir=str(tmp_path)))  # type: ignore[arg-type]
 
 
 def test_the_same_model_is_gone_on_with_and_damaged_checkpoints_are_left_to_the_ranks(tmp_path: Path) -> None:

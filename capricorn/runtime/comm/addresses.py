@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import ipaddress
+import platform
 import socket
 from typing import Final
 
@@ -135,7 +136,7 @@ def conductor_address(launch: LaunchConfig) -> str:
     """Returns the address at which machine 0, which this is, listens for the others.
 
     A name may stand for the loopback here, as Debian has it, or for a service in front of this machine: the others know
-    another address by it. Then it is that of the interface that leads out.
+    another address by it. Or it is our own and not known yet. Then it is that of the interface that leads out.
 
     Raises:
         ConfigError: there is none, or it is taken.
@@ -146,7 +147,13 @@ def conductor_address(launch: LaunchConfig) -> str:
         return listening_address(Endpoint(address_on(launch.interface), port), f"--interface {launch.interface!r}")
     if _is_number(host) or host == "localhost":
         return listening_address(endpoint, what)
-    known = {address for _, address in resolve(host, port, what) if not ipaddress.ip_address(address).is_loopback}
+    try:
+        found = resolve(host, port, what)
+    except ConfigError:
+        if host.partition(".")[0] != platform.node().partition(".")[0]:
+            raise
+        found = []  # our own name, which the others will know: that of a pod is published after it has started
+    known = {address for _, address in found if not ipaddress.ip_address(address).is_loopback}
     own = next(iter(sorted(known & own_addresses().keys())), "") or outward_address(what)
     if known and own not in known:
         note_once(
