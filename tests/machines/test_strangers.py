@@ -19,6 +19,7 @@ import pytest
 
 from capricorn.config.launch_config import LaunchConfig
 from capricorn.errors import ConfigError, TransportError
+from capricorn.launch.fork_client import FakeForkServer
 from capricorn.machines import door as door_module
 from capricorn.machines import follower
 from capricorn.machines.conductor import Conductor
@@ -231,16 +232,10 @@ def test_a_machine_is_the_one_that_it_has_proved_to_be() -> None:
 @contextlib.contextmanager
 def conducting(nnodes: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Conductor, int]]:
     monkeypatch.setenv(SECRET, "secret")
-    monkeypatch.setattr("capricorn.machines.conductor.ForkServer", _NoForkServer)
     port = free_port()
     launch = LaunchConfig.model_validate({"nnodes": nnodes, "rdzv_endpoint": f"127.0.0.1:{port}", "job": "job"})
-    with Conductor(launch, FACTS, lambda line: None) as conductor:
+    with Conductor(launch, FACTS, lambda line: None, forker=FakeForkServer()) as conductor:
         yield conductor, port
-
-
-class _NoForkServer:
-    def close(self) -> None:
-        """Nothing was started."""
 
 
 def told(conductor: Conductor, machines: Sequence[Played]) -> list[Welcome | Goodbye]:
