@@ -17,8 +17,8 @@ from capricorn.errors import shortened
 from capricorn.systems.settings import flat_settings
 
 OF_A_MACHINE: Final = frozenset({
-    "launch.node_rank", "launch.rdzv_endpoint", "launch.launcher", "launch.interface", "launch.shared_dir",
-    "store.root", "store.keep", "data.path", "persist.dir",
+    "launch.node_rank", "launch.rdzv_endpoint", "launch.launcher", "launch.interface", "store.root", "store.keep",
+    "data.path",
 })  # fmt: skip
 """Settings that each machine may have of its own; of the data, the content is compared by the ranks."""
 

@@ -102,9 +102,8 @@ class ControlLink:
         return self._left.popleft()
 
     def _read_more(self) -> list[bytes]:
-        if not select.select([self._sock], [], [], 0)[
-            0
-        ]:  # Python waits for a socket with a timeout, whatever the flags
+        ready, _, _ = select.select([self._sock], [], [], 0)
+        if not ready:  # with a timeout Python would wait for it, whatever the flags
             return []
         try:
             data = self._sock.recv(_READ_BYTES)

@@ -50,6 +50,8 @@ JOIN_TIMEOUT_S: Final[Seconds] = 300.0
 NAME_TIMEOUT_S: Final[Seconds] = 60.0
 """How long its name may be unknown: that of a pod is there with the pod, a wrong one never."""
 RETRY_S: Final[Seconds] = 0.5
+GREETINGS: Final = 3
+"""Times that a machine proves itself: one that is flooded may have closed the connection before it came to that."""
 TICK_S: Final[Seconds] = 0.1
 HEARTBEAT_S: Final[Seconds] = 1.0
 
@@ -82,20 +84,22 @@ def connect(launch: LaunchConfig) -> ControlLink:
         ConfigError: its name stays unknown, or what answers there is none of this job.
         CapricornError: nobody is there in time.
     """
-    what, endpoint = (
-        f"--rdzv-endpoint {launch.rdzv_endpoint!r}",
-        parse_endpoint(launch.rdzv_endpoint, "--rdzv-endpoint"),
+    what = f"--rdzv-endpoint {launch.rdzv_endpoint!r}"
+    endpoint, reason = parse_endpoint(launch.rdzv_endpoint, "--rdzv-endpoint"), ""
+    for _ in range(GREETINGS):
+        sock = _connected(endpoint, what)
+        try:
+            greet(sock, control_identity(launch.job), launch.node_rank, CONDUCTOR)
+        except TransportError as error:
+            sock.close()
+            reason = str(error)
+            time.sleep(RETRY_S)
+        else:
+            return ControlLink(sock)
+    raise ConfigError(
+        f"{what}: machine 0 of job {launch.job} is not what answers there ({reason}); give all machines the same "
+        f"endpoint, job and {SECRET}"
     )
-    sock = _connected(endpoint, what)
-    try:
-        greet(sock, control_identity(launch.job), launch.node_rank, CONDUCTOR)
-    except TransportError as error:
-        sock.close()
-        raise ConfigError(
-            f"{what}: machine 0 of job {launch.job} is not what answers there ({error}); give all machines the same "
-            f"endpoint, job and {SECRET}"
-        ) from None
-    return ControlLink(sock)
 
 
 def _connected(endpoint: Endpoint, what: str) -> socket.socket:

@@ -71,11 +71,11 @@ def append_to(folder: Path, grown: FileGrew) -> None:
     """Appends what a file on another machine has grown by to that of the same name here.
 
     Raises:
-        TransportError: its name leads out of the folder.
+        TransportError: its name leads out of the folder, or is of what each machine has of its own.
         OSError, CapricornError: it cannot be written.
     """
     name = PurePosixPath(grown.name)
-    if name.is_absolute() or ".." in name.parts:
+    if name.is_absolute() or ".." in name.parts or not name.parts or name.parts[0] in OF_THE_MACHINE:
         raise TransportError(f"a file {grown.name!r} was announced, which is none of the run")
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -62,8 +62,8 @@ def test_what_concerns_the_processes_of_a_machine_stays_there(tmp_path: Path) ->
     assert not list(RecordReader(tmp_path).grown(is_last=True))
 
 
-@pytest.mark.parametrize("name", ["../events.jsonl", "/etc/hosts", "log/../../x"])
-def test_a_name_that_leads_out_of_the_run_is_refused(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["../events.jsonl", "/etc/hosts", "log/../../x", "job.json", "workers/rank0", ""])
+def test_a_name_that_leads_out_of_the_run_or_to_what_is_not_carried_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(TransportError, match="none of the run"):
         append_to(tmp_path / "run", FileGrew(name=name, text="x"))
     assert not list(tmp_path.iterdir())
