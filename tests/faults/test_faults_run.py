@@ -23,6 +23,10 @@ expert_s = 0.02
 """
 
 
+STRUCK = 6
+"""The iteration in which failures come."""
+
+
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run without failures."""
@@ -78,7 +82,9 @@ def test_a_run_goes_on_from_what_survives(
     ended = run(tmp_path, *SHORT, *options, *faults(fault))
     assert_ok(ended)
     assert ended.num_triggered == 1
-    assert ended.sources[-1] == sources
+    # What was damaged is not asked for where a slow machine had not completed the newest one on all ranks by then.
+    is_older = fault.startswith(("corrupt", "truncate")) and ended.resumed[-1] < STRUCK - 1
+    assert is_older or ended.sources[-1] == sources
     assert min(ended.lost) <= 1
     assert_as_before(ended, reference)
 
