@@ -139,6 +139,8 @@ class MachineLoop:
         """
         self._own, self._link, self._fork_server, self._address, self._say = own, link, fork_server, address, say
         self._run: MachineRun | None = None
+        self._node: int | None = -1
+        """Which node this machine is, None for a spare; -1 before that is known."""
         self._told_s = math.inf
         """When machine 0 has last heard of us without having asked; it is not told before it has welcomed us."""
         self._is_over = False
@@ -189,13 +191,11 @@ class MachineLoop:
                 self._link.send(ClockReading(at_s=time.monotonic()))
             case Welcome(node=node):
                 self._told_s = time.monotonic()
-                place = f"node {node}" if node is not None else "a spare"
-                self._say(
-                    f"machine {self._own.launch.node_rank}: {place}, conducted by {self._own.launch.rdzv_endpoint}"
-                )
+                self._take_place(node)
             case BeginRun():
                 self._begin_run(order)
-            case StartNode() if self._run is not None:
+            case StartNode(node=node) if self._run is not None:
+                self._take_place(node)
                 self._run.start_node(order, self._fork_server)
             case ToAgent(message=message) if self._run is not None:
                 self._run.tell_agent(message)
@@ -205,6 +205,13 @@ class MachineLoop:
                 self._end_run()
             case Goodbye():
                 self._part(order)
+
+    def _take_place(self, node: int | None) -> None:
+        """Says which node this machine is, None for a spare, if that is news."""
+        if node != self._node:
+            place = f"node {node}" if node is not None else "a spare"
+            self._say(f"machine {self._own.launch.node_rank}: {place}, conducted by {self._own.launch.rdzv_endpoint}")
+        self._node = node
 
     def _begin_run(self, order: BeginRun) -> None:
         self._remove_run()

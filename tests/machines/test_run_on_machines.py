@@ -34,6 +34,9 @@ def test_a_killed_rank_a_lost_node_and_a_lost_machine_are_one_run_with_one_recor
     assert_same_losses(done, long_reference)
     assert took_over.exit_code == 0, took_over.stderr
     assert took_over.folder is None
+    assert [line.partition(",")[0] for line in took_over.stdout.splitlines()] == [
+        "machine 2: a spare", "machine 2: node 1"
+    ]  # fmt: skip
     assert done.record["environment"]["other_hosts"] == [platform.node()]
     assert done.summary["store_bytes"] > 1.5 * long_reference.summary["store_bytes"] / 2
     assert [recovery.what for recovery in done.recoveries][2:] == ["rank 1: node 1 was lost"]

@@ -100,6 +100,18 @@ def test_rooms_do_not_import_each_other_in_a_circle() -> None:
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
+def test_nothing_of_ours_goes_through_the_root_which_looks_up() -> None:
+    wrong = [
+        show(path, node.lineno, alias.name)
+        for path, tree in sources().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "capricorn" and not node.level
+        for alias in node.names
+        if alias.name != "__version__" and not any(name.startswith(f"capricorn.{alias.name}") for name in files())
+    ]
+    assert not wrong, "import it from its own module:\n" + "\n".join(wrong)
+
+
 def test_files_do_not_import_each_other_in_a_circle() -> None:
     graph: dict[str, set[str]] = {}
     for _, _, importer, target in arrows():
@@ -109,12 +121,13 @@ def test_files_do_not_import_each_other_in_a_circle() -> None:
 
 def test_no_folder_has_more_modules_than_one_can_see_at_once() -> None:
     counts = Counter(path.parent for path in sources() if path.stem not in NOT_A_NAME)
-    assert not {str(folder): count for folder, count in counts.items() if count > MAX_MODULES}
+    crowded = {str(folder): count for folder, count in counts.items() if count > MAX_MODULES}
+    assert not crowded, "split it by concepts"
 
 
 def test_no_file_name_means_two_things() -> None:
     counts = Counter(path.stem for path in sources() if path.stem not in NOT_A_NAME)
-    assert not [name for name, count in counts.items() if count > 1]
+    assert not [str(path) for path in sources() if counts[path.stem] > 1], "give each a name of its own"
 
 
 def test_no_class_name_means_two_things() -> None:
@@ -128,7 +141,15 @@ def is_class(node: ast.stmt) -> bool:
 
 
 @pytest.mark.parametrize(
-    "code", ["A = {'gemini', 'capricorn'}", "A = {'none': 1, 'dcp': 2}", "f(('dcp', 'dcp-async'))"]
+    "code",
+    [
+        "A = {'gemini', 'capricorn'}",
+        "A = {'none': 1, 'dcp': 2}",
+        "f(('dcp', 'dcp-async'))",
+        "A = 'gemini capricorn torchsnapshot'.split()",
+        "name == 'gemini' or name == 'capricorn'",
+        "match name:\n    case 'gemini' | 'capricorn':\n        pass",
+    ],
 )
 def test_a_second_list_of_systems_is_found(code: str) -> None:
     assert any(len(systems_in(node)) > 1 for node in ast.walk(ast.parse(code)))
@@ -146,8 +167,15 @@ def test_facts_about_systems_stand_in_the_registry_alone() -> None:
 
 
 def systems_in(node: ast.AST) -> list[str]:
-    """The systems that a list, a set or the keys of a table name."""
+    """The systems that a list, a set, the keys of a table, a pattern, a condition or a text of words names."""
+    if isinstance(node, ast.Constant):
+        words = node.value.split() if isinstance(node.value, str) else []
+        return words if all(word in SYSTEMS for word in words) else []
     values = node.keys if isinstance(node, ast.Dict) else getattr(node, "elts", [])
+    if isinstance(node, ast.MatchOr):
+        values = [pattern.value for pattern in node.patterns if isinstance(pattern, ast.MatchValue)]
+    if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or):
+        values = [each for test in node.values if isinstance(test, ast.Compare) for each in test.comparators]
     return [value.value for value in values if isinstance(value, ast.Constant) and value.value in SYSTEMS]
 
 
