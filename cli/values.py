@@ -111,6 +111,6 @@ KINDS_OF_VALUE: Mapping[str, click.ParamType[Any]] = {
     "FAULT": Word(_faults),
     "PATH": Word(lambda: (), may_be_file=True),
     "KEY=VALUE": Assignment(),
-    "N[:MAX]": Word(lambda: ()),
+    "MIN:MAX": Word(lambda: ()),
 }
 """By what stands for the value in the help."""

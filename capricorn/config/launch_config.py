@@ -21,7 +21,7 @@ def _current_restart(value: Any) -> Any:
 class LaunchConfig(SettingsModel):
     """Where ranks are started and how they come back; `nnodes` > 0 means real machines, this one being `node_rank`."""
 
-    nnodes: Annotated[int, Option("--nnodes", "Machines", "N[:MAX]", computed=True)] = Field(
+    nnodes: Annotated[int, Option("--nnodes", "Machines", "MIN:MAX", computed=True)] = Field(
         default=0,
         ge=0,
         description="Train on this many real machines, each with this command, and let up to MAX take part, of which "
