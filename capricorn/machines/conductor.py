@@ -108,6 +108,8 @@ class Conductor:
         """Of this machine, by which the others reach it."""
         self._roster = Roster(launch.nnodes, launch.spares)
         self._job: Job | None = None
+        self._has_gathered = False
+        """Whether all nodes have had a machine; from then on one that differs is sent away alone."""
         self._awaited: set[int] = set()
         """Nodes that could not be started for want of a machine."""
         self._token, self._tokens = "", contextlib.ExitStack()
@@ -159,6 +161,7 @@ class Conductor:
                     f"{self._launch.rdzv_endpoint} within {GATHER_TIMEOUT_S:g} s; start the same command there"
                 )
             self.wait([], TICK_S)
+        self._has_gathered = True
 
     def address_of(self, node: int) -> str:
         """Returns the address of the machine that is that node; empty if there is none."""
@@ -184,7 +187,7 @@ class Conductor:
             with contextlib.suppress(TransportError):
                 link.send(Goodbye(exit_code=ConfigError.exit_code, why=why))
             link.close()
-            if is_mistaken and self._roster.vacant():
+            if is_mistaken and not self._has_gathered:
                 raise ConfigError(why)
             return
         machine = Machine(

@@ -279,10 +279,12 @@ def test_a_machine_that_was_told_something_else_ends_all_before_they_are_there_a
     wrong = stage.join(1, {"train.seed": 1})
     with pytest.raises(ConfigError, match=r"train\.seed is 0 on machine 0 and 1 on machine 1"):
         wrong.hear(Welcome, stage.conductor)
-    stage.welcomed(1)
+    machine = stage.welcomed(1)
+    stage.conductor.gather()
+    machine.vanish()
+    stage.wait_until(lambda: stage.conductor._roster.vacant() == [1])
     late = stage.join(2, {"train.seed": 1}).hear(Goodbye, stage.conductor)
     assert "train.seed is 0 on machine 0 and 1 on machine 2" in late.why
-    stage.conductor.gather()
 
 
 @pytest.mark.parametrize(

@@ -290,6 +290,7 @@ def test_one_that_differs_ends_all_before_all_are_there_and_is_sent_away_alone_a
     with conducting("2:3", monkeypatch) as (conductor, port):
         node = Played(port, 1)
         assert told(conductor, [node]) == [Welcome(node=1)]
+        conductor.gather()
         (farewell,) = told(conductor, [Played(port, 2, torch="2.14")])
         assert isinstance(farewell, Goodbye)
         assert farewell.why.startswith("torch is 2.13 on machine 0 and 2.14 on machine 2")
