@@ -73,6 +73,11 @@ def in_words(error: BaseException) -> str:
     return text if isinstance(error, CapricornError) else f"{type(error).__name__}: {text}".removesuffix(": ")
 
 
+def told(why: str, *, is_users_mistake: bool) -> CapricornError:
+    """Returns the error for what another process says has failed, and whether by the user's mistake."""
+    return ConfigError(why) if is_users_mistake else CapricornError(why)
+
+
 @cache
 def note_once(text: str) -> None:
     """Says on stderr, once in a process, what is no error and yet to be known."""

@@ -37,7 +37,7 @@ from capricorn.emulation.measure import measure_links
 from capricorn.emulation.route import Links
 from capricorn.emulation.storage import Storage
 from capricorn.emulation.testbed import PACED, NetworkBackend, create_network
-from capricorn.errors import CapricornError, ConfigError, RecordError, note_once
+from capricorn.errors import CapricornError, ConfigError, RecordError, note_once, told
 from capricorn.faults.feasibility import check_faults
 from capricorn.faults.revert import Reverter
 from capricorn.files import named, path_and_cause, write_text
@@ -306,8 +306,7 @@ class RunLoop:
     def _check_fatal(self) -> None:
         """Raises the error, if a rank has said that starting again cannot help: ConfigError for a user's mistake."""
         if fatal := self._job.fatal():
-            kind = ConfigError if fatal.is_users_mistake else CapricornError
-            raise kind(f"the run cannot go on: {fatal.why}")
+            raise told(f"the run cannot go on: {fatal.why}", is_users_mistake=fatal.is_users_mistake)
 
     def _tell_listener(self) -> tuple[list[IterationSample], list[EventSample]]:
         """Tells the listener what is new, and returns it."""

@@ -34,7 +34,7 @@ from capricorn.config.endpoint import parse_endpoint
 from capricorn.config.fields import FrozenModel
 from capricorn.config.launch_config import LaunchConfig
 from capricorn.emulation.fabric import NamespaceEntry
-from capricorn.errors import CapricornError, ConfigError, TransportError, note_once
+from capricorn.errors import CapricornError, ConfigError, TransportError, note_once, told
 from capricorn.faults.injector import claimed_faults
 from capricorn.files import named
 from capricorn.launch.fork_client import ForkedProcess, Forker, ForkServer
@@ -260,8 +260,7 @@ class Conductor:
             self.wait([], TICK_S)
             for machine in before:
                 if (refusal := machine.refusal) is not None:
-                    kind = ConfigError if refusal.is_users_mistake else CapricornError
-                    raise kind(f"{machine}: {refusal.why}")
+                    raise told(f"{machine}: {refusal.why}", is_users_mistake=refusal.is_users_mistake)
                 if machine not in self._roster.machines and not is_through(machine):
                     raise CapricornError(f"{machine} was lost before it could {act}")
             if time.monotonic() > end_s:

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from capricorn.config.endpoint import Endpoint, parse_endpoint
 from capricorn.config.launch_config import LaunchConfig
 from capricorn.config.scenario import Scenario
-from capricorn.errors import CapricornError, ConfigError, TransportError, note_once
+from capricorn.errors import CapricornError, ConfigError, TransportError, note_once, told
 from capricorn.launch.fork_client import ForkServer
 from capricorn.launch.interrupts import Interrupts
 from capricorn.machines.control_link import CONDUCTOR, SECRET, ControlLink, control_identity
@@ -243,5 +243,5 @@ class MachineLoop:
         """
         self._is_over = True
         if farewell.exit_code:
-            kind = ConfigError if farewell.exit_code == ConfigError.exit_code else CapricornError
-            raise kind(farewell.why or f"the command ended with exit code {farewell.exit_code} on machine 0")
+            why = farewell.why or f"the command ended with exit code {farewell.exit_code} on machine 0"
+            raise told(why, is_users_mistake=farewell.exit_code == ConfigError.exit_code)
